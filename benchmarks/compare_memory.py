@@ -47,12 +47,12 @@ from train.engine.engine import Engine
 from train.engine.make_engine import make_engine
 from train.engine.parallel import choose_device, join
 from train.model.offload import Offload
-from train.model.optim import learning_rate
 from train.model.transformer import Transformer
 from train.model.window import widest
 from train.pretrain import explain
 from train.run.affinity import set_affinity
 from train.run.inherit import resolve_inherited
+from train.run.schedule import learning_rate
 
 CONFIGS = Path(__file__).absolute().parents[1] / "configs"
 SETTINGS = ("full", "attention-saving", "offload-residual", "offload-all")

@@ -139,7 +139,10 @@ def cutlass() -> Check:
 
 def folder() -> Check:
     """The cache's folder: owner, mode, free space. `units` checks what lies in it."""
-    path, remedy = cache_path(), "set RINGFA3_CACHE to a folder of yours"
+    try:
+        path, remedy = cache_path(), "set RINGFA3_CACHE to a folder of yours"
+    except BuildError as error:
+        return _failed("cache", error, "build")
     existing = next(p for p in (path, *path.parents) if p.exists())
     free = shutil.disk_usage(existing).free
     space = f"{free / 2**30:.1f} GiB free"

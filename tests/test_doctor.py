@@ -262,6 +262,19 @@ def test_a_missing_cache(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict() == (True, True)
 
 
+def test_a_user_without_a_home_directory(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(user: object) -> None:
+        raise KeyError(user)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("RINGFA3_CACHE")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    check = doctor.folder()
+    assert check.state == "missing"
+    assert check.text == "~/.cache/ringfa3/kernels needs HOME, which is not set"
+    assert check.remedy == "set RINGFA3_CACHE"
+
+
 @pytest.mark.parametrize("made", [True, False])
 def test_a_read_only_cache(hopper: Path, monkeypatch: pytest.MonkeyPatch, made: bool) -> None:
     """Units in it still run."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from train.recipe import recipe_of
 from train.sections import (
     EstimateConfig,
     EvalConfig,
@@ -41,16 +41,6 @@ class ConfigError(ValueError):
     """
 
     found_by_all = True
-
-
-def make_folder(key: str, path: Path) -> None:
-    """Create the folder that ``key`` names, with its parents; ``ConfigError`` if that fails."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{key}: the folder {path} cannot be made ({error.strerror}); choose another"
-        ) from None
 
 
 FULL = "full"  # in model.windows: no window
@@ -99,6 +89,12 @@ class ModelConfig:
     def resolved_head_dim(self) -> int:
         """``head_dim``, or ``dim / n_heads`` if it is null."""
         return self.head_dim if self.head_dim is not None else self.dim // self.n_heads
+
+    def block_parameters(self) -> int:
+        """Parameters of all blocks, without norms and biases. The values may be unchecked."""
+        head_dim = self.head_dim or self.dim // max(self.n_heads, 1)
+        attention = head_dim * 2 * (self.n_heads + self.n_kv_heads)
+        return self.n_layers * self.dim * (attention + 3 * self.ffn_dim)
 
     def window(self, layer: int) -> int | None:
         """Keys that a token attends to in a layer, its own included; None for all before it."""
@@ -159,13 +155,14 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    lr: float = 3e-3
+    lr: float = 3e-3  # of the smallest models; a config of files has that of its model's size
     embedding_lr_scale: float = 1.0
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.1
     schedule: str = "cosine"
-    warmup_steps: int = 10
+    warmup_steps: int | None = None
+    schedule_steps: int | None = None
     decay_steps: int | None = None
     final_lr_ratio: float = 0.0
     clip: float | None = 1.0
@@ -194,7 +191,8 @@ class EngineConfig:
 class TrainConfig:
     steps: int = 300
     batch: int | None = None
-    accumulation: int = 1
+    accumulation: int | None = None
+    batch_tokens: int | None = None
     precision: str = "auto"
     residual: str = "float32"
     seed: int = 0
@@ -207,10 +205,6 @@ class TrainConfig:
     final_eval_last: int | None = None
     final_eval_len: int | None = None
     max_wall_time: float | None = None
-
-    def accumulation_over(self, dp: int) -> int:
-        """Samples per step of each of ``dp`` data-parallel ranks."""
-        return self.accumulation if self.batch is None else self.batch // dp
 
 
 @dataclass
@@ -247,7 +241,13 @@ class CheckpointConfig:
     keep_every: int | None = None
     resume: str = "auto"
     init_from: str | None = None
+    reset_data: bool = False
+    accept_changes: list[str] = field(default_factory=list)
     stop_s: float = 12.0
+
+    def resumes(self) -> bool:
+        """Whether ``resume`` is the path of another run or checkpoint."""
+        return self.resume not in ("auto", "never")
 
 
 @dataclass
@@ -275,6 +275,15 @@ class Config:
     needle: NeedleConfig = field(default_factory=NeedleConfig)
     rope: RopeSweepConfig = field(default_factory=RopeSweepConfig)
 
+    def accumulation_over(self, dp: int) -> int:
+        """Samples per step of each of ``dp`` data-parallel ranks."""
+        train = self.train
+        if train.batch is not None:
+            return train.batch // dp
+        if train.accumulation is not None or train.batch_tokens is None:
+            return train.accumulation or 1
+        return max(1, round(train.batch_tokens / (dp * self.data.seq_len)))
+
 
 SOURCES = "data.sources"
 NAME = "NAME"
@@ -290,12 +299,14 @@ def register_schema() -> None:
     """Register ``Config`` with Hydra as ``schema``, the first entry of ``configs/config.yaml``.
 
     No key of ``model`` has a value there, so that ``fill_model`` finds the keys that no file sets.
+    Neither have the learning rate and the batch, which ``resolve`` chooses by the model's size.
     """
     config = Config()
     for section in (config.model, config.model.rope):
         for entry in fields(section):
             if entry.name not in ("rope", "inherit"):
                 setattr(section, entry.name, MISSING)
+    config.optim.lr = config.train.batch_tokens = MISSING
     ConfigStore.instance().store(name="schema", node=config)
 
 
@@ -315,8 +326,17 @@ def resolve(composed: DictConfig) -> Config:
     """Convert Hydra's composed config to a ``Config``: check types, resolve interpolations.
 
     With ``data.sources``, ``data.path`` may have no value and becomes None; ``mode=estimate`` reads
-    no data. Raises ``ConfigError`` for any other missing value.
+    no data. Learning rate and batch get the values for the model's size. Raises ``ConfigError`` for
+    any other missing value.
     """
+    if not any(key.startswith("model.") for key in OmegaConf.missing_keys(composed)):
+        recipe = recipe_of(OmegaConf.to_object(composed.model).block_parameters())
+        for section, key, value in (
+            ("optim", "lr", recipe.lr),
+            ("train", "batch_tokens", recipe.batch_tokens),
+        ):
+            if OmegaConf.is_missing(composed[section], key):
+                composed[section][key] = value
     optional = composed.data.sources or composed.mode == "estimate"
     if OmegaConf.is_missing(composed.data, "path") and optional:
         composed.data.path = None

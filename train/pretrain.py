@@ -1,5 +1,5 @@
-"""Entry point of the trainer: ``[torchrun ...] train/pretrain.py [group=option] [key=value]``,
-with ``-m`` for a sweep.
+"""Entry point of the trainer: ``[torchrun ...] train/pretrain.py [group=option] [key=value]``, or
+``srun python train/pretrain.py ...``; with ``-m`` for a sweep.
 
 Exit codes: 0 done, 1 failed while running, 2 invalid config or a missing package (every process
 detects it before any process group exists, one per host prints it), 130 interrupted.
@@ -8,6 +8,7 @@ detects it before any process group exists, one per host prints it), 130 interru
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import NoReturn
 sys.path[0] = str(Path(__file__).absolute().parents[1])
 
 from train.extras import missing_packages  # noqa: E402
+from train.slurm import set_ranks  # noqa: E402
 
 LOCAL_RANK_0_S = 10.0  # for local rank 0 to start and to print the error
 
@@ -42,6 +44,7 @@ def _wait_for_local_rank_0() -> None:
     signal.sigtimedwait({signal.SIGTERM}, LOCAL_RANK_0_S)
 
 
+set_ranks(os.environ)  # before anything reads a rank
 if missing := missing_packages():  # the imports below would end in a traceback
     end(missing)
 
@@ -94,7 +97,12 @@ def read_command_line(arguments: list[str]) -> CommandLine:
     flags = [a for a in arguments if not (left and a == left[0] and left.pop(0))]
     multirun = read.multirun or "hydra.mode=MULTIRUN" in read.overrides
     single = [flag for flag in flags if flag != "-m" and not "--multirun".startswith(flag)]
-    return CommandLine(single, read.overrides, multirun)
+    return CommandLine(single, [_quote_home(text) for text in read.overrides], multirun)
+
+
+def _quote_home(override: str) -> str:
+    """``key=~/path`` with quotes, which Hydra needs; a shell expands no ``~`` after ``key=``."""
+    return re.sub(r"^([^=]+=)(~[^'\",]*)$", r"\1'\2'", override)
 
 
 def _reject_flag(message: str) -> NoReturn:

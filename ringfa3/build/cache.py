@@ -27,8 +27,15 @@ STALE = 86400.0  # seconds after which a working folder, of any host, belongs to
 
 
 def cache_path() -> Path:
-    """$RINGFA3_CACHE, else ~/.cache/ringfa3/kernels; it need not exist."""
-    return Path(os.environ.get("RINGFA3_CACHE", "~/.cache/ringfa3/kernels")).expanduser()
+    """$RINGFA3_CACHE, else ~/.cache/ringfa3/kernels; it need not exist.
+
+    Raises BuildError: there is no home directory.
+    """
+    given = os.environ.get("RINGFA3_CACHE", "~/.cache/ringfa3/kernels")
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:  # HOME is not set, and the system has no entry for the user
+        raise BuildError(f"{given} needs HOME, which is not set: set RINGFA3_CACHE") from None
 
 
 def cache_folder() -> Path:

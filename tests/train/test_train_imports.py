@@ -12,9 +12,12 @@ TRAIN = Path(__file__).parents[2] / "train"
 # A package imports from those before it. Each package's docstring names them.
 ORDER = [
     "extras",
+    "slurm",
+    "recipe",
     "sections",
     "config",
     "keys",
+    "paths",
     "data",
     "model",
     "engine",
@@ -27,7 +30,7 @@ ORDER = [
     "probes",
     "pretrain",
 ]
-PACKAGES = ORDER[4:-1]
+PACKAGES = ORDER[7:-1]
 HYDRA_MODULES = {"pretrain", "config", "sweep"}
 MODULES = [path.relative_to(TRAIN) for path in sorted(TRAIN.rglob("*.py"))]
 

@@ -8,7 +8,7 @@ from train.config import ConfigError, TrainConfig
 def check_batch(train: TrainConfig, dp: int) -> None:
     """Raise ``ConfigError`` if ``dp`` data-parallel ranks cannot share ``train.batch``."""
     batch = train.batch
-    if train.accumulation > 1:
+    if train.accumulation not in (None, 1):
         raise ConfigError(
             f"train.batch={batch} and train.accumulation={train.accumulation} both set the samples "
             "of a step; nearest valid: train.accumulation=1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from train.checks.batch import check_batch
 from train.checks.compile import check_compile
@@ -18,8 +17,11 @@ from train.checks.origin import check_origin
 from train.config import AUTO, CheckpointConfig, Config, ConfigError
 from train.extras import installed, remedy
 from train.hf.architecture import hf_folder
-from train.keys import default, get, nearest
+from train.keys import default, get, nearest, schema_keys
+from train.paths import expand
+from train.run.recipe_change import newest_metadata, require_recipe
 from train.run.run_folder import RunFolder
+from train.run.schedule import schedule_length, warmup_steps
 
 RUN_MODES = ("eval", "needle", "rope")  # evaluate a run, on any number of ranks
 CHOICES = {
@@ -59,12 +61,14 @@ MINIMUM = {
     "optim.embedding_lr_scale": 0,
     "optim.weight_decay": 0,
     "optim.warmup_steps": 0,
+    "optim.schedule_steps": 1,
     "optim.decay_steps": 1,
     "optim.final_lr_ratio": 0,
     "parallel.cp": 1,
     "train.steps": 1,
     "train.batch": 1,
     "train.accumulation": 1,
+    "train.batch_tokens": 1,
     "train.seed": 0,
     "memory.mlp_chunk": 1,
     "memory.loss_chunk": 1,
@@ -189,7 +193,11 @@ def check(config: Config, world: int) -> None:
     # rank 0 knows that, and only later; the trainer then checks the folder.
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if config.mode in ("train", "check") and first and not _of_several_hosts():
-        RunFolder(config).require_fit(config)
+        folder, dp = RunFolder(config), world // cp
+        folder.require_fit(config)
+        saved = None if folder.is_replaced_by(config) else newest_metadata(folder)
+        if saved is not None:
+            require_recipe(config, config.accumulation_over(dp) * dp, saved)
 
 
 def _check_values(config: Config) -> None:
@@ -245,12 +253,14 @@ def _check_optim(config: Config) -> None:
             f"optim.betas={optim.betas} must be two numbers in [0, 1); the default is "
             f"optim.betas={default('optim.betas')}"
         )
-    if optim.warmup_steps > config.train.steps:
+    steps = config.train.steps
+    length = schedule_length(optim, steps)
+    if length < steps and not optim.final_lr_ratio:
         raise ConfigError(
-            f"optim.warmup_steps={optim.warmup_steps} exceeds train.steps={config.train.steps}; "
-            f"nearest valid: optim.warmup_steps={config.train.steps}"
+            f"optim.schedule_steps={length}: with optim.final_lr_ratio=0 the learning rate is 0 "
+            f"from there to train.steps={steps}; nearest valid: optim.schedule_steps={steps}"
         )
-    decay, room = optim.decay_steps, config.train.steps - optim.warmup_steps
+    decay, room = optim.decay_steps, length - warmup_steps(optim, steps)
     if decay is not None and optim.schedule != "wsd":
         raise ConfigError(
             f"optim.decay_steps={decay} is a key of optim.schedule=wsd, not of "
@@ -259,8 +269,8 @@ def _check_optim(config: Config) -> None:
     if decay is not None and decay > room:
         best = f"optim.decay_steps={room}" if room else "optim.decay_steps=null"
         raise ConfigError(
-            f"optim.decay_steps={decay} exceeds the {room} steps that optim.warmup_steps leaves of "
-            f"train.steps={config.train.steps}; nearest valid: {best}"
+            f"optim.decay_steps={decay} exceeds the {room} steps that the warm-up leaves of "
+            f"the schedule's {length}; nearest valid: {best}"
         )
 
 
@@ -297,16 +307,27 @@ def _check_profile(config: Config, world: int) -> None:
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    for key in checkpoint.accept_changes:
+        if key not in (keys := schema_keys()):
+            raise ConfigError(
+                f"checkpoint.accept_changes: {key} is no key; nearest valid: "
+                f"checkpoint.accept_changes=[{nearest(key, keys, cutoff=0)}]"
+            )
     for key, value in (("resume", checkpoint.resume), ("init_from", checkpoint.init_from)):
         if value in (None, "auto", "never") or (key == "init_from" and hf_folder(value)):
             continue
-        if not Path(value).expanduser().is_dir():
+        if not expand(f"checkpoint.{key}", value).is_dir():
             words = "auto, never or " if key == "resume" else ""
             raise ConfigError(
                 f"checkpoint.{key}={value} must be {words}the folder of a run or of a checkpoint; "
                 f"{nearest_path(value)}"
             )
-    if checkpoint.init_from is not None and checkpoint.resume not in ("auto", "never"):
+    if checkpoint.reset_data and not checkpoint.resumes():
+        raise ConfigError(
+            "checkpoint.reset_data=true begins a second stage from another run, and "
+            f"checkpoint.resume={checkpoint.resume} names none; give checkpoint.resume=PATH"
+        )
+    if checkpoint.init_from is not None and checkpoint.resumes():
         raise ConfigError(
             "checkpoint.resume and checkpoint.init_from both name a folder; the first takes all of "
             "a run's state from it, the second the weights alone: choose one"

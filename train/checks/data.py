@@ -8,6 +8,7 @@ from pathlib import Path
 
 from train.config import NO_EOS, SOURCES, Config, ConfigError, DataConfig
 from train.keys import nearest
+from train.paths import expand
 
 # The smallest share of a source. A block of the mixture has a sample of each source, so its length
 # grows with 1 / share.
@@ -44,7 +45,7 @@ def check_data(data: DataConfig) -> None:
             f"data.eos_token={data.eos_token}; nearest valid: data.vocab_size=258"
         )
     _check_paths(data)
-    if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_file():
+    if data.tokenizer is not None and not expand("data.tokenizer", data.tokenizer).is_file():
         raise ConfigError(f"data.tokenizer={data.tokenizer} must be a file, a tokenizer.json")
 
 
@@ -91,7 +92,7 @@ def check_text(config: Config) -> None:
 
 
 def _check_exists(key: str, value: str | None) -> None:
-    if value is not None and not Path(value).expanduser().exists():
+    if value is not None and not expand(key, value).exists():
         raise ConfigError(f"{key}={value} does not exist; {nearest_path(value)}")
 
 

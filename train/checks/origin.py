@@ -11,6 +11,7 @@ from train.config import Config, ConfigError
 from train.hf.architecture import CONFIG, PREFIX, hf_folder, read_model
 from train.hf.names import hf_name, shapes
 from train.hf.stored import stored_tensors
+from train.paths import expand
 
 TOKENIZER = "tokenizer.json"
 MAY_DIFFER = ("rope", "softmax_scale")  # keys of `model` that may differ from those in the folder
@@ -65,7 +66,7 @@ def _check_vocabulary(config: Config, folder: Path, given: str) -> None:
             f"{given} has a vocabulary of its own, and data.tokenizer=null trains another; nearest "
             f"valid: data.tokenizer={own}"
         )
-    tokens = _vocabulary(Path(chosen).expanduser())
+    tokens = _vocabulary(expand("data.tokenizer", chosen))
     if own.is_file() and _vocabulary(own) != tokens:
         raise ConfigError(
             f"data.tokenizer={chosen} has other tokens than {PREFIX}{folder}; nearest valid: "

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from train.config import SOURCES, ConfigError, DataConfig
 from train.data.formats import WHOLE_FILE, Keys, read_texts, require_readers
+from train.paths import expand
 
 # The corpus excludes parts of the standard library that some installations lack: tests, and modules
 # that Linux distributions package separately. Every installation of one Python version then gives
@@ -144,7 +145,7 @@ def _files_of(source: Source) -> list[TextFile]:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [p for p in root.rglob("*.py") if _in_stdlib_corpus(p.relative_to(root))]
     else:
-        root = Path(source.path).expanduser().absolute()
+        root = expand(source.path_key, source.path).absolute()
         paths = [root] if root.is_file() else _matching(root, source)
         root = root.parent if root.is_file() else root
         paths = [p for p in paths if not _hidden(p.relative_to(root))]

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from train.config import NO_EOS, ConfigError, DataConfig, make_folder
+from train.config import NO_EOS, ConfigError, DataConfig
 from train.data import corpus
 from train.data.documents import DocumentError, Documents, SplitWriter, open_split
 from train.data.encoder import DocumentEncoder, trained_eos
@@ -41,6 +41,7 @@ from train.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
+from train.paths import expand, make_folder, unusable
 
 VALIDATION = "validation.json"  # the names of its files, as files.json has them by source
 FORMAT = 3  # version of the files in the folder; part of its name
@@ -80,14 +81,15 @@ def open_corpus(data: DataConfig) -> Corpus:
     the others wait. Rank 0 prints what is unusual about the text and the tokenizer.
     """
     files = corpus.all_files(data)
-    cache = Path(data.cache_dir).expanduser()
+    cache = expand("data.cache_dir", data.cache_dir)
     folder = cache / cache_key(data, files)
-    make_folder("data.cache_dir", cache)
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            _build(data, files, folder)
+    if not folder.exists():  # a complete one needs no lock, so it may be another user's
+        _lock_and_build(data, files, folder)
     weights = {source.name: source.weight for source in corpus.sources_of(data)}
-    opened = load_corpus(folder, weights, checksums=data.verify)
+    try:
+        opened = load_corpus(folder, weights, checksums=data.verify)
+    except OSError as error:
+        raise unusable("data.cache_dir", folder, "read", error) from None
     if os.environ.get("RANK", "0") == "0":
         for line in [*_switched_off(data), *_unusual_lengths(data, opened)]:
             print(line, flush=True)
@@ -136,7 +138,7 @@ def _unusual_lengths(data: DataConfig, opened: Corpus) -> list[str]:
 
 
 def _tokenizer_file(data: DataConfig) -> bytes:
-    return Path(data.tokenizer).expanduser().read_bytes() if data.tokenizer else b""
+    return expand("data.tokenizer", data.tokenizer).read_bytes() if data.tokenizer else b""
 
 
 def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
@@ -201,6 +203,22 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
     return Corpus(*splits, tokenizer=tokenizer, digest=digest, copies=copies)
 
 
+def _lock_and_build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None:
+    """Build ``folder`` unless another process does; ``ConfigError`` if the disk refuses."""
+    make_folder("data.cache_dir", folder.parent)
+    try:
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                _build(data, files, folder)
+    except OSError as error:
+        named = error.filename
+        if named is not None and not Path(os.fsdecode(named)).is_relative_to(folder.parent):
+            raise  # a file of the text
+        problem = unusable("data.cache_dir", folder.parent, "written to", error)
+        problem.found_by_all = False
+        raise problem from None
+
+
 def _build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None:
     """Tokenise ``files`` into a temporary folder, and rename it to ``folder``.
 
@@ -252,14 +270,14 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
                 done += file.path.stat().st_size
 
         if data.tokenizer:
-            tokenizer = load_tokenizer(Path(data.tokenizer).expanduser())
+            tokenizer = load_tokenizer(expand("data.tokenizer", data.tokenizer))
         else:
             training = (d.document.text for d in documents(Splitter(data)) if d.split == TRAIN)
             tokenizer = train_tokenizer(
                 training, data.vocab_size, data.bos_token, console.print, trained_eos(data)
             )
         encoder = DocumentEncoder(tokenizer, data)
-        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
         splitter = Splitter(data)
         _write_splits(documents(splitter), folder, encoder, dtype)

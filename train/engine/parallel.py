@@ -80,12 +80,12 @@ def choose_device(config: Config) -> torch.device:
     if choice == "cuda" and gpus < processes:
         raise ConfigError(
             f"parallel.device=cuda: this host has {gpus} GPUs for {processes} processes; nearest "
-            f"valid: parallel.device=cpu (or torchrun --nproc-per-node {max(gpus, 1)})"
+            f"valid: parallel.device=cpu (or {_launch(max(gpus, 1))})"
         )
     if choice == "auto" and 0 < gpus < processes:
         raise ConfigError(
             f"parallel.device=auto: this host has {gpus} GPUs for {processes} processes; start "
-            f"torchrun --nproc-per-node {gpus}, or choose parallel.device=cpu"
+            f"{_launch(gpus)}, or choose parallel.device=cpu"
         )
     cuda = choice == "cuda" or (choice == "auto" and gpus >= processes)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -109,8 +109,16 @@ def choose_device(config: Config) -> torch.device:
     return device
 
 
+def _launch(gpus: int) -> str:
+    """The launcher's options for one process on each of ``gpus`` GPUs of a host."""
+    if "SLURM_PROCID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        shared = " (--gpus-per-task shows a task one GPU alone)" if gpus == 1 else ""
+        return f"srun with --ntasks-per-node and --gpus-per-node equal{shared}"
+    return f"torchrun --nproc-per-node {gpus}"
+
+
 def join(config: ParallelConfig, device: torch.device) -> ParallelLayout:
-    """Create the process groups of this rank, from torchrun's environment variables.
+    """Create the process groups of this rank, from the environment variables of torchrun.
 
     The backend is NCCL with one CUDA device per process, gloo on the CPU. A collective fails if a
     peer does not join it within ``timeout_s``.

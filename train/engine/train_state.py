@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from train.config import NO_EOS, Config, ConfigError
+from train.data.shards import Corpus
+from train.data.tokenizer import load_tokenizer
 from train.engine.checkpoint import load_tensors, read_manifest_metadata
 from train.engine.engine import Engine
 from train.engine.shard import Shard
@@ -21,15 +23,16 @@ class TrainState:
 
     ``step`` counts finished optimiser steps, ``samples`` the samples that all ranks together have
     used: the next step begins with sample number ``samples``, for any number of ranks. ``batch`` is
-    the number of samples in a step, None before it is known. ``seconds`` is the training time.
+    the number of samples in a step. ``seconds`` is the training time.
     """
 
-    def __init__(self, config: Config, corpus: str, engine: Engine) -> None:
+    def __init__(self, config: Config, corpus: Corpus, engine: Engine) -> None:
         self.config, self.corpus, self.engine = config, corpus, engine
         self.spike_filter = SpikeFilter(config.guard)
         self.step = 0
         self.samples = 0
-        self.batch: int | None = None
+        dp = engine.parallel.dp
+        self.batch = config.accumulation_over(dp) * dp
         self.seconds = 0.0
 
     def shards(self) -> dict[str, Shard]:
@@ -43,7 +46,7 @@ class TrainState:
             "batch": self.batch,
             "seconds": self.seconds,
             "guard": self.spike_filter.state(),
-            "corpus": self.corpus,
+            "corpus": self.corpus.digest,
             "settings": json.loads(json.dumps(dataclasses.asdict(self.config))),
         }
 
@@ -63,8 +66,9 @@ class TrainState:
             was, now = (shown(stream.get(key)) for stream in (there, here))
             raise ConfigError(
                 f"checkpoint {path} was made from other samples: {key} was {was}, is now {now}; "
-                f"give the same files and data settings{hint}, or load only its weights with "
-                f"checkpoint.init_from"
+                f"give the same files and data settings{hint}, or begin with new data: "
+                f"checkpoint.reset_data=true keeps Adam's moments, checkpoint.init_from takes the "
+                f"weights alone"
             )
         return metadata
 
@@ -81,24 +85,40 @@ class TrainState:
             metadata["samples"],
             metadata["seconds"],
         )
-        self.batch = metadata.get("batch")
         self.spike_filter.restore(metadata["guard"])
 
     def roll_back(self, path: Path) -> None:
         """Load an earlier checkpoint, but continue with the data after the skipped steps."""
-        samples, batch, seconds = self.samples, self.batch, self.seconds
+        samples, seconds = self.samples, self.seconds
         self.load(path)
-        self.samples, self.batch, self.seconds = samples, batch, seconds
+        self.samples, self.seconds = samples, seconds
         self.spike_filter.consecutive_skips = 0
 
-    def load_weights(self, path: Path) -> None:
-        """Load only the weights of a verified checkpoint."""
-        load_tensors(path, self.weights())
+    def start_from(self, path: Path) -> None:
+        """Load only the ``initial`` tensors of a verified checkpoint."""
+        load_tensors(path, self.initial())
         self.engine.loaded()
 
-    def weights(self) -> dict[str, Shard]:
-        """``shards`` of the model alone."""
+    def initial(self) -> dict[str, Shard]:
+        """The ``shards`` that a new run takes from another: of weights, and with
+        ``checkpoint.reset_data`` of Adam's moments too."""
+        if self.config.checkpoint.reset_data:
+            return self.shards()
         return {name: s for name, s in self.shards().items() if name.startswith("model.")}
+
+    def require_vocabulary(self, path: Path) -> None:
+        """Raise ``ConfigError`` if the run of the checkpoint ``path`` has other tokens.
+
+        The rows of its embedding are those of its own tokens. A checkpoint outside of a run folder
+        has no record of them.
+        """
+        own = path.absolute().parents[1] / "tokenizer.json"
+        if not own.is_file():
+            return
+        if load_tokenizer(own).get_vocab() != self.corpus.tokenizer.get_vocab():
+            raise ConfigError(
+                f"checkpoint {path} was made with other tokens; give data.tokenizer={own}"
+            )
 
 
 def _stream(metadata: dict[str, Any]) -> dict[str, Any]:

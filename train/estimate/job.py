@@ -55,7 +55,7 @@ class Job:
     @property
     def samples(self) -> int:
         """Samples per step of a data-parallel rank."""
-        return self.config.train.accumulation_over(self.dp)
+        return self.config.accumulation_over(self.dp)
 
     @property
     def dp(self) -> int:

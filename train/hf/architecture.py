@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import FULL, ConfigError, ModelConfig, RopeConfig
+from train.paths import expand
 
 PREFIX = "hf:"  # begins a value of checkpoint.init_from that is a folder of transformers
 CONFIG = "config.json"
@@ -57,7 +58,7 @@ def hf_folder(init_from: str | None) -> Path | None:
     """The folder of ``checkpoint.init_from=hf:FOLDER``; None for anything else."""
     if init_from is None or not init_from.startswith(PREFIX):
         return None
-    return Path(init_from.removeprefix(PREFIX)).expanduser()
+    return expand("checkpoint.init_from", init_from.removeprefix(PREFIX))
 
 
 class Values:

@@ -40,7 +40,7 @@ def write_ends(folder: Path, encoder: DocumentEncoder) -> None:
         if name == CONFIG or there or eos is not None:
             _update(folder / name, {"bos_token_id": encoder.bos, "eos_token_id": eos})
     _begin_with_bos(tokenizer, encoder.bos)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 def _read(path: Path) -> dict[str, Any]:

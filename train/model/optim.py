@@ -1,8 +1,6 @@
-"""AdamW over three groups of parameters, and the learning rate as a function of the step."""
+"""AdamW over three groups of parameters."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 
@@ -30,23 +28,6 @@ def make_optimizer(model: Transformer, optim: OptimConfig) -> torch.optim.AdamW:
     groups = [{"lr_scale": 1.0, **group} for group in groups if group["params"]]
     beta1, beta2 = optim.betas
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
-
-
-def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate of optimiser step ``step`` (from 0) of ``steps``.
-
-    It rises linearly over ``warmup_steps`` and reaches ``lr`` in the last of them. Then it decays
-    towards ``lr * final_lr_ratio``, its value at step ``steps``. With ``wsd`` it decays only in the
-    last ``decay_steps``.
-    """
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
-    first = optim.warmup_steps
-    if optim.schedule == "wsd":
-        first = max(first, steps - (optim.decay_steps or max(1, steps // 10)))
-    done = max(0, step - first) / max(1, steps - first)
-    left = (1 + math.cos(math.pi * done)) / 2 if optim.schedule == "cosine" else 1 - done
-    return optim.lr * (optim.final_lr_ratio + (1 - optim.final_lr_ratio) * left)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

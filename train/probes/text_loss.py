@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.table import Table
@@ -14,6 +13,7 @@ from train.data.documents import Documents
 from train.data.position_buckets import bucket_label
 from train.log.plots import draw, plot_losses
 from train.log.units import both_units
+from train.paths import expand
 from train.probes.measure import Subject, run_probe
 from train.run.run_folder import write_atomically
 from train.tasks.evaluate import Evaluation, evaluate
@@ -50,7 +50,7 @@ def summary_of(result: Evaluation) -> dict[str, Any]:
 def _report(subject: Subject, result: Evaluation) -> None:
     path, console = subject.config.eval.path, subject.console
     checkpoint = subject.loaded.checkpoint
-    name = subject.config.eval.name or (Path(path).expanduser().stem if path else "held-out")
+    name = subject.config.eval.name or (expand("eval.path", path).stem if path else "held-out")
     path_json, plot = (subject.folder.path / f"eval-{name}.{suffix}" for suffix in ("json", "png"))
     summary = {"text": path, "checkpoint": str(checkpoint), **summary_of(result)}
     write_atomically(path_json, json.dumps(summary, indent=1) + "\n")

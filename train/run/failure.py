@@ -8,6 +8,7 @@ of each step, the message that is right if it is killed in that step.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -23,6 +24,8 @@ from ringfa3.errors import RingError
 from train.config import LEAST_LOSS_TOKENS, Config
 from train.model.precision import compute_dtype
 from train.run.held_run import allowed_changes
+
+REFUSED_BY_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 class FailureReport:
@@ -87,8 +90,10 @@ class FailureReport:
 
 
 def explain(error: BaseException, config: Config) -> str:
-    """The error in one line; if memory ran out, with the config values to change."""
+    """The error in one line; if memory or the disk ran out, with the config values to change."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, OSError) and error.errno in REFUSED_BY_DISK:
+        return f"{text} -- make run.dir={config.run.dir} writable, or choose another run.dir"
     return f"{text} {memory_advice(config)}" if is_out_of_memory(error) else text
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from train.config import Config, ConfigError, from_plain
 from train.keys import get
+from train.paths import expand
 
 RUN_SECTIONS = ("model", "data", "optim", "train", "memory")
 
@@ -30,7 +31,7 @@ def with_run_config(config: Config, given: list[str]) -> Config:
     ``given`` are the keys and groups of the command line, whose values override the run's. Raises
     ``ConfigError`` for a group of ``RUN_SECTIONS``: it would be another model or other data.
     """
-    run = read_config(Path(config.run.dir).expanduser() / "config.json")
+    run = read_config(expand("run.dir", config.run.dir) / "config.json")
     for key in given:
         section, _, rest = key.partition(".")
         if section not in RUN_SECTIONS:

@@ -6,21 +6,23 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
-from train.config import Config, ConfigError, from_plain, make_folder
+from train.config import Config, ConfigError, from_plain
 from train.data.removal import require_removal
 from train.keys import flatten, shown
+from train.paths import expand, make_folder, unusable
 
 LOCK_S = 5.0  # processes of torchrun's previous attempt may still hold the lock
 
-# Keys that may differ when a run continues. The others determine its result.
+# Keys that may differ when a run continues. The others determine its result. A value of these that
+# changes the batch or the next learning rate is refused by train.run.recipe_change.
 MAY_CHANGE = (
     *("mode", "parallel.", "engine.", "memory.", "run.", "checkpoint.", "guard."),
     *("data.cache_dir", "data.verify", "train.steps", "train.batch", "train.accumulation"),
-    *("train.deterministic", "train.compile"),
+    *("train.batch_tokens", "train.deterministic", "train.compile", "model.inherit"),
+    *("optim.schedule_steps", "optim.decay_steps"),
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
     *("train.final_eval_last", "train.final_eval_len", "rope."),
     *("hardware.", "log.", "profile.", "sweep.", "generate.", "eval.", "verify.", "estimate."),
@@ -55,7 +57,7 @@ class RunFolder:
     MEASURED = ("eval-*.json", "eval-*.png", "needle.*", "rope.*")
 
     def __init__(self, config: Config) -> None:
-        self.path = Path(config.run.dir).expanduser().absolute()
+        self.path = expand("run.dir", config.run.dir).absolute()
         self.checkpoints = self.path / "checkpoints"
         self.config, self.metrics, self.evaluations, self.events, self.summary, self.ranks = (
             self.path / name for name in self.FILES[:6]
@@ -106,16 +108,27 @@ class RunFolder:
         if config.checkpoint.resume == "never":
             raise ConfigError(f"{place} already contains a run and checkpoint.resume=never; {ways}")
         if difference := self.difference(config):
-            key, there, here = difference
+            key, change = difference
             raise ConfigError(
-                f"{place} contains a run with different settings: {key} was {shown(there)}, is "
-                f"now {shown(here)}; give the same settings to continue it, or {ways}"
+                f"{place} contains a run with different settings: {change}; give the same settings "
+                f"to continue it, {self._way_to_change(key)}or {ways}"
             )
         if config.train.steps <= (steps := self.complete_after()):
             raise ConfigError(
                 f"{place} contains this run, complete after {steps} steps; raise train.steps to "
                 f"continue it, or {ways}"
             )
+
+    def _way_to_change(self, key: str) -> str:
+        """How the run can go on with another value of ``key``; empty if it cannot."""
+        anew = f"start a new run from it in another run.dir with checkpoint.resume={self.path}"
+        if key.startswith("data.") or key == "train.seed":
+            return f"{anew} checkpoint.reset_data=true, "
+        if key.startswith("model.rope."):
+            return f"{anew}, "
+        if key.startswith(("optim.", "train.")):
+            return f"accept the change with checkpoint.accept_changes=[{key}], {anew}, "
+        return ""
 
     def complete_after(self) -> int:
         """Steps of the complete run in this folder; 0 without one or with a damaged summary."""
@@ -157,21 +170,24 @@ class RunFolder:
                 f"run.dir={self.path} is in use by another job{process}; wait for it, stop it, or "
                 f"choose another run.dir"
             ) from None
+        except OSError as error:
+            raise unusable("run.dir", self.path, "locked", error) from None
         return lock
 
-    def difference(self, config: Config) -> tuple[str, Any, Any] | None:
-        """The first key that must not change and differs: (key, value in the folder, new value)."""
+    def difference(self, config: Config) -> tuple[str, str] | None:
+        """The first key that must not change and differs, and a clause with both values.
+
+        ``checkpoint.accept_changes`` names keys that may.
+        """
         try:
-            there = flatten(dataclasses.asdict(from_plain(json.loads(self.config.read_text()))))
+            there = from_plain(json.loads(self.config.read_text()))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{self.config}, the settings of a run, cannot be read: {error}"
             ) from None
-        here = flatten(dataclasses.asdict(config))
-        for key in sorted(here.keys() | there.keys()):
-            if not may_change(key) and here.get(key) != there.get(key):
-                return key, there.get(key), here.get(key)
-        return None
+        changes = changed_settings(there, config).items()
+        accepted = config.checkpoint.accept_changes
+        return next((change for change in changes if change[0] not in accepted), None)
 
     def clear(self) -> None:
         """Remove the files of a run and no others; ``ConfigError`` if one cannot be removed.
@@ -213,6 +229,16 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def changed_settings(there: Config, here: Config) -> dict[str, str]:
+    """The keys that determine a run's result and differ, each with a clause with both values."""
+    before, now = (flatten(dataclasses.asdict(config)) for config in (there, here))
+    return {
+        key: f"{key} was {shown(before.get(key))}, is now {shown(now.get(key))}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not may_change(key)
+    }
 
 
 def may_change(key: str) -> bool:

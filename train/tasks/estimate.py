@@ -25,6 +25,7 @@ from train.estimate.prediction import (
     require_fit,
     smallest_change,
 )
+from train.paths import expand
 from train.run.run_folder import RunFolder, write_atomically
 
 
@@ -153,7 +154,7 @@ def _rows(config: Config) -> int:
     data = config.data
     if data.tokenizer is None:
         return config.model.rows(data.vocab_size)
-    tokenizer = load_tokenizer(Path(data.tokenizer).expanduser())
+    tokenizer = load_tokenizer(expand("data.tokenizer", data.tokenizer))
     return config.model.rows(vocabulary_size(tokenizer))
 
 

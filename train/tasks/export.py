@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from train.config import Config, ConfigError, make_folder
+from train.config import Config, ConfigError
 from train.data.encoder import DocumentEncoder
 from train.data.removal import discard
 from train.data.tokenizer import vocabulary_size
@@ -24,6 +25,7 @@ from train.hf.ends import write_ends
 from train.hf.names import shapes
 from train.hf.origin import keep_origin
 from train.hf.save import save_weights
+from train.paths import expand, make_folder, unusable
 from train.run.run_folder import RunFolder
 from train.tasks.load_model import read_tokenizer
 
@@ -42,7 +44,7 @@ def run(config: Config) -> NoReturn:
     folder = RunFolder(config)
     given = config.export.checkpoint
     checkpoint = find_checkpoint(
-        folder.path if given is None else Path(given).expanduser(), console.print
+        folder.path if given is None else expand("export.checkpoint", given), console.print
     )
     target = export(config, folder, checkpoint)
     console.print(f"{checkpoint} is now {target}", soft_wrap=True)
@@ -75,16 +77,18 @@ def export(config: Config, folder: RunFolder, checkpoint: Path) -> Path:
         load_tensors(checkpoint, boxes)
         return tensors
 
-    target = Path(config.export.dir or "").expanduser().absolute()
+    target = expand("export.dir", config.export.dir or "").resolve()  # a link stays
     temporary = target.with_name(f".{target.name}.tmp")
     make_folder("export.dir", target.parent)
-    keep_origin(folder.origin, temporary)
-    temporary.mkdir(exist_ok=True)
     try:
+        keep_origin(folder.origin, temporary)
+        temporary.mkdir(exist_ok=True)
         dtype = getattr(torch, config.export.dtype)
         save_weights(temporary, wanted, read, dtype, config.export.shard_bytes)
         _write_settings(temporary, config, rows, tokenizer)
         temporary.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise unusable("export.dir", target, "written", error) from None
     finally:
         discard(temporary)
     return target

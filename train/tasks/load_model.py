@@ -14,6 +14,7 @@ from train.engine.checkpoint import find_checkpoint
 from train.engine.parallel import ParallelLayout, from_rank_0
 from train.engine.train_state import load_weights
 from train.model.transformer import LanguageModel, build_model
+from train.paths import expand
 from train.run.run_folder import RunFolder
 
 
@@ -46,7 +47,8 @@ def load_model(
     """
     tokenizer = read_tokenizer(folder)
     model = build_model(config, vocabulary_size(tokenizer), parallel.device, parallel.cp_group)
-    given = folder.path if checkpoint is None else Path(checkpoint).expanduser()
+    key = f"{config.mode}.checkpoint"
+    given = folder.path if checkpoint is None else expand(key, checkpoint)
     path = from_rank_0(parallel, lambda: find_checkpoint(given, log))
     load_weights(path, model.transformer)
     model.eval()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from train.config import CheckpointConfig, Config, ConfigError, make_folder
+from train.config import CheckpointConfig, Config, ConfigError
 from train.engine.checkpoint import (
     DAMAGED,
     Checkpoints,
     checkpoints_in,
     find_checkpoint,
+    read_manifest_metadata,
     require_fit,
 )
 from train.engine.parallel import ParallelLayout, from_rank_0
@@ -18,6 +19,8 @@ from train.engine.train_state import TrainState
 from train.hf.architecture import hf_folder
 from train.hf.load import load_folder
 from train.hf.origin import keep_origin
+from train.paths import expand, make_folder
+from train.run.recipe_change import Change, recipe_changes, require_recipe
 from train.run.run_folder import RunFolder
 
 
@@ -64,7 +67,8 @@ def restore(
     """Load the state that the run continues from, if any; returns a line that names its origin.
 
     A checkpoint of the run itself has priority over ``checkpoint.resume`` and ``init_from``. Raises
-    ``ConfigError`` if every checkpoint of the run is damaged.
+    ``ConfigError`` if every checkpoint of the run is damaged, or if the recipe of the run itself
+    has changed without ``checkpoint.accept_changes``.
     """
     own = checkpoints.choose()
     if own is None and any(checkpoints.folder.glob(f"{DAMAGED}*")):
@@ -75,10 +79,11 @@ def restore(
         )
     steps = config.train.steps
     if own is not None:
+        changes = require_recipe(config, state.batch, read_manifest_metadata(own))
         state.load(own)
         _require_steps(own, state.step, least=state.step, steps=steps)
         checkpoints.saved = state.step
-        return f"continues after step {state.step}, from {own.name}"
+        return f"continues after step {state.step}, from {own.name}{_listed(changes)}"
     if theirs := hf_folder(config.checkpoint.init_from):
         load_folder(theirs, state.shards())
         state.engine.loaded()
@@ -87,12 +92,19 @@ def restore(
     if origin is None:
         return "starts at step 0"
     path = from_rank_0(checkpoints.parallel, lambda: find_checkpoint(origin, log))
-    if config.checkpoint.init_from is not None:
-        state.load_weights(path)
-        return f"starts at step 0 with the weights of {path}"
+    if _begins_anew(config.checkpoint):
+        state.require_vocabulary(path)
+        state.start_from(path)
+        moments = " and Adam's moments" if config.checkpoint.reset_data else ""
+        return f"starts at step 0 with the weights{moments} of {path}"
+    changes = recipe_changes(config, state.batch, state.metadata_of(path))
     state.load(path)
     _require_steps(path, state.step, least=state.step + 1, steps=steps)
-    return f"continues after step {state.step}, from {path}"
+    return f"continues after step {state.step}, from {path}{_listed(changes)}"
+
+
+def _listed(changes: dict[str, Change]) -> str:
+    return "".join(f"; {change.text}" for change in changes.values())
 
 
 def _require_steps(path: Path, step: int, least: int, steps: int) -> None:
@@ -107,21 +119,17 @@ def _require_steps(path: Path, step: int, least: int, steps: int) -> None:
         )
 
 
-def set_batch(state: TrainState, batch: int) -> str:
-    """Set the samples of a step to ``batch``; returns a clause for the log if they change."""
-    before, state.batch = state.batch, batch
-    if before in (None, batch):
-        return ""
-    return f"; {batch} samples a step from here on, {before} before (train.batch={before} keeps it)"
+def _begins_anew(checkpoint: CheckpointConfig) -> bool:
+    """Whether a run that starts from another one begins at step 0."""
+    return checkpoint.init_from is not None or checkpoint.reset_data
 
 
 def _origin(checkpoint: CheckpointConfig) -> Path | None:
     """The run, or the checkpoint of one, from which a new run starts, if any."""
-    resumes = checkpoint.resume not in ("auto", "never")
-    given = checkpoint.resume if resumes else checkpoint.init_from
+    given = checkpoint.resume if checkpoint.resumes() else checkpoint.init_from
     if given is None or hf_folder(checkpoint.init_from):
         return None
-    return Path(given).expanduser()
+    return expand("checkpoint.resume" if checkpoint.resumes() else "checkpoint.init_from", given)
 
 
 def _require_origin(config: Config, replaced: RunFolder, state: TrainState) -> None:
@@ -136,8 +144,9 @@ def _require_origin(config: Config, replaced: RunFolder, state: TrainState) -> N
             f"run.overwrite=true would remove {path}, from which the run is to start; give the new "
             f"run another folder, with run.name or run.dir"
         )
-    if config.checkpoint.init_from is not None:
-        require_fit(path, state.weights())
+    if _begins_anew(config.checkpoint):
+        state.require_vocabulary(path)
+        require_fit(path, state.initial())
         return
     step = state.metadata_of(path)["step"]
     _require_steps(path, step, least=step + 1, steps=config.train.steps)

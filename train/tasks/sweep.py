@@ -35,6 +35,7 @@ from rich.table import Table
 from train.checks.config import check
 from train.config import Config, ConfigError
 from train.log.units import with_bits
+from train.paths import expand, make_folder
 from train.run.child_process import SIGNALS, Stopped, failure_line, run_process
 from train.run.inherit import resolve_inherited
 from train.run.run_folder import RunFolder
@@ -107,7 +108,7 @@ class Sweep:
         if config.mode not in ("train", "check"):
             raise ConfigError(f"mode={config.mode}: a sweep trains; leave -m out")
         own = [f"{key}={value}" for key, value in choices.items()]
-        self.folder = self.folder or Path(config.sweep.dir).expanduser().absolute()
+        self.folder = self.folder or expand("sweep.dir", config.sweep.dir).absolute()
         folder = self.folder / folder_name(own)
         config.run.dir = str(folder)
         finished = self._is_finished(folder, config)
@@ -140,16 +141,15 @@ class Sweep:
         steps = there.complete_after()
         difference = there.difference(config)
         if difference is None and steps > config.train.steps:
-            difference = ("train.steps", steps, config.train.steps)
+            difference = "train.steps", f"train.steps was {steps}, is now {config.train.steps}"
         if difference is None:
             config.run.overwrite = False
             return steps == config.train.steps
         if config.run.overwrite:
             return False
-        key, before, now = difference
         raise ConfigError(
             f"sweep.dir={config.sweep.dir}: {folder.name} contains a run with different settings: "
-            f"{key} was {before}, is now {now}; choose another sweep.dir or replace such runs with "
+            f"{difference[1]}; choose another sweep.dir or replace such runs with "
             f"run.overwrite=true"
         )
 
@@ -184,7 +184,7 @@ class Sweep:
 
     def _record(self) -> None:
         assert self.folder is not None  # set by the first _plan
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder("sweep.dir", self.folder)
         written = self.folder / "sweep.json.tmp"
         rows = [job.row() for job in self.sorted_jobs()]
         written.write_text(json.dumps(rows, indent=1) + "\n")

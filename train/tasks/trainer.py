@@ -31,16 +31,16 @@ from train.log.profiler import profiled
 from train.log.step_lines import StepLine, StepLines
 from train.log.units import both_units
 from train.log.wandb_run import WandbRun
-from train.model.optim import learning_rate
 from train.model.window import widest
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder, write_atomically
+from train.run.schedule import describe, learning_rate
 from train.run.stopper import Run
 from train.run.update_lock import UpdateLock
 from train.tasks.estimate import errors_of
 from train.tasks.evaluate import Evaluation, budget_of, evaluate
 from train.tasks.gradients import compute_gradients
-from train.tasks.resume import prepare_folder, restore, set_batch
+from train.tasks.resume import prepare_folder, restore
 from train.tasks.summary import summarise, write_summary
 
 SELF_ONLY = (0, 0)  # attention window (left, right) in which each token attends only to itself
@@ -66,7 +66,7 @@ class Trainer:
         digest = hashlib.sha256(config_json.encode()).hexdigest()[:12]
         require_agreement(parallel, {"configuration": digest, "corpus": corpus.digest})
         data, train = config.data, config.train
-        self.accumulation = train.accumulation_over(parallel.dp)
+        self.accumulation = config.accumulation_over(parallel.dp)
         self.samples = training_samples(corpus.train, data, train.seed)
         self.engine = make_engine(config, vocabulary_size(corpus.tokenizer), parallel)
         self.model = self.engine.model
@@ -74,7 +74,7 @@ class Trainer:
         if self.times is not None:
             set_op_hook(self.times.op)
             self.engine.watch(self.times)
-        self.state = TrainState(config, corpus.digest, self.engine)
+        self.state = TrainState(config, corpus, self.engine)
         self.updates = UpdateLock()
         self.updated: torch.cuda.Event | None = None  # recorded after the latest update
         section = config.checkpoint
@@ -95,10 +95,9 @@ class Trainer:
         if self.parallel.rank == 0:
             self.checkpoints.remove_partial_files()
         source = restore(self.config, self.state, self.checkpoints, self.print_line)
-        source += set_batch(self.state, self.accumulation * self.parallel.dp)
         if self.parallel.rank == 0:
             write_atomically(self.folder.config, config_json + "\n")
-            self.corpus.tokenizer.save(str(self.folder.tokenizer))
+            write_atomically(self.folder.tokenizer, self.corpus.tokenizer.to_str(pretty=True))
             wandb = None
             if self.config.log.wandb:
                 wandb = WandbRun(self.config, self.folder, self.print_line)
@@ -163,7 +162,7 @@ class Trainer:
     def _train_on(self, progress: StepProgress, step_done: Callable[[], None]) -> None:
         """Run steps until the last one, or until a roll-back."""
         train, state = self.config.train, self.state
-        first, offset, stride = state.step, state.samples, self.accumulation * self.parallel.dp
+        first, offset, stride = state.step, state.samples, state.batch
         if self.times is not None:
             self.times.begin_outside_a_step()
         make = lambda step: self._batches(offset + (step - first) * stride)  # noqa: E731
@@ -395,3 +394,5 @@ class Trainer:
             f"run folder {self.folder.path}",
             soft_wrap=True,
         )
+        size = f"{self.state.batch} x {self.config.data.seq_len:,} tokens a step"
+        self.print_line(f"{size}; {describe(self.config.optim, self.config.train.steps)}")

@@ -235,7 +235,7 @@ def take_step(
     engine = make_engine(config, vocabulary_size(corpus.tokenizer), parallel)
     first = given.cp_rank == 0
     batches = []
-    for number in range(config.train.accumulation_over(given.dp)):
+    for number in range(config.accumulation_over(given.dp)):
         sample = samples[number * given.dp + given.dp_rank]
         sharding = (parallel.cp_group, config.parallel.layout, widest(config.model))
         batch = make_batch(sample, *sharding)

@@ -143,7 +143,6 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"engine.stage": 3}, "a key of engine=deepspeed, not of engine=ddp; leave it out"),
         ({"train.steps": 0}, "nearest valid: train.steps=1"),
         ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0; the default is optim.lr=0.003"),
-        ({"optim.warmup_steps": 301}, "exceeds train.steps=300"),
         ({"optim.betas": [0.9, 1.0]}, "the default is optim.betas=[0.9, 0.95]"),
         ({"data.piece_len": 512}, "exceeds data.seq_len=256"),
         ({"data.held_out": 1.0}, "between 0 and 1"),
@@ -186,8 +185,8 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
             "a key of optim.schedule=wsd, not of cosine; nearest valid: optim.decay_steps=null",
         ),
         (
-            {"optim.schedule": "wsd", "optim.decay_steps": 291},
-            "exceeds the 290 steps that optim.warmup_steps leaves",
+            {"optim.schedule": "wsd", "optim.decay_steps": 271},
+            "exceeds the 270 steps that the warm-up leaves",
         ),
         ({"data.packing": "bestfit"}, "nearest valid: data.packing=best_fit"),
         ({"data.min_len": 0}, "nearest valid: data.min_len=1"),
@@ -241,6 +240,7 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"guard.sigma": -1.0}, "above 0; the default is guard.sigma=null"),
         ({"checkpoint.keep": 0}, "nearest valid: checkpoint.keep=1"),
         ({"checkpoint.resume": "always"}, "must be auto, never or the folder of a run"),
+        ({"checkpoint.reset_data": True}, "checkpoint.resume=auto names none; give"),
         ({"checkpoint.init_from": "/nowhere"}, "checkpoint.init_from=/nowhere must be the folder"),
     ],
 )
@@ -256,7 +256,7 @@ def test_invalid_values_are_rejected(config, changes, message):
 def test_the_batch_must_fit_the_data_parallel_size(config):
     config.train.batch, config.parallel.cp = 6, 2
     check(config, world=6)
-    assert config.train.accumulation_over(3) == 2
+    assert config.accumulation_over(3) == 2
     with pytest.raises(ConfigError, match=r"train\.batch=6 .* 4 .*; nearest valid: train\.batch=8"):
         check(config, world=8)
 

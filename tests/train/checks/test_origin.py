@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from train.checks.config import check
 from train.checks.origin import check_origin
 from train.config import ConfigError
-from train.run.inherit import inherited_model
+from train.run.inherit import inherited_model, resolve_inherited
 
 PLAIN = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -174,6 +176,18 @@ def test_model_inherit_takes_the_model_of_the_folder(pretrain, folder, text_fold
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert f"{path} is damaged" in line
+
+
+def test_model_inherit_takes_the_model_of_a_run_that_is_resumed(config, tmp_path):
+    config.model.dim = 96
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    composed = OmegaConf.structured(config)
+    composed.model.inherit, composed.model.dim = True, "???"
+    composed.checkpoint.resume = str(tmp_path)
+    assert resolve_inherited(composed).model.dim == 96
+    composed.model.dim, composed.checkpoint.resume = "???", str(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume=.*nothing is no hf:FOLDER, no run"):
+        resolve_inherited(composed)
 
 
 def test_model_inherit_needs_an_origin(tmp_path):

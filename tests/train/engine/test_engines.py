@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.ranks import sacrifice
 from tests.train.host_reads import HostReads
 from tests.train.jobs import steps
-from train.config import Config, EngineConfig, MemoryConfig
+from train.config import CheckpointConfig, Config, EngineConfig, MemoryConfig, RopeConfig
 from train.data.batches import Batch
 from train.data.samples import IGNORED
 from train.data.shards import open_corpus
@@ -263,7 +263,7 @@ def test_hosts_hold_replicas_of_each_other(config):
 
     A checkpoint that only one of the hosts writes is whole: ddp continues from it.
     """
-    config.train.steps = 5
+    config.train.steps, config.optim.schedule_steps = 5, 7
     host = EngineConfig("fsdp2", shard="host")
     parts = {"parallel": dataclasses.replace(config.parallel, cp=2)}
     engines = {"ddp": DDP, "all": FSDP2, "host": host}
@@ -288,7 +288,7 @@ def _resume_all(_: dist.ProcessGroup, configs: list[Config]) -> list[list[tuple]
 
 def check_resumes(config: Config, world: int, engines: dict[str, EngineConfig]) -> None:
     """Runs saved under each engine on two ranks continue under each on ``world``, as ddp does."""
-    config.train.steps = 5
+    config.train.steps, config.optim.schedule_steps = 5, 5 + STEPS
     saved = {name: variant(config, name, engine) for name, engine in engines.items()}
     sacrifice(2, 60, _resume_all, list(saved.values()), limit=LIMIT_S * len(saved))
     longer = dataclasses.replace(config.train, steps=5 + STEPS)
@@ -302,6 +302,29 @@ def check_resumes(config: Config, world: int, engines: dict[str, EngineConfig]) 
     assert len(ddp) == 5 + STEPS
     for other in others:
         check_same_steps(ddp[5:], other[5:])
+
+
+def test_a_second_stage_takes_the_same_steps_under_each_engine(config):
+    """Weights and moments of ddp on 2 ranks; then another length and RoPE, under ddp and fsdp2.
+
+    Without the moments the first gradient is the same, and the steps after it are not.
+    """
+    config.train.steps = 3
+    first = variant(config, "first", DDP)
+    parts = {
+        "data": dataclasses.replace(config.data, seq_len=160, piece_len=80),
+        "model": dataclasses.replace(config.model, rope=RopeConfig(theta=50000.0)),
+        "checkpoint": CheckpointConfig(every=0, resume=first.run.dir, reset_data=True),
+    }
+    parts["data"].tokenizer = f"{first.run.dir}/tokenizer.json"
+    configs = [first, *(variant(config, name, engine, **parts) for name, engine in ENGINES.items())]
+    parts["checkpoint"] = CheckpointConfig(every=0, init_from=first.run.dir)
+    configs.append(variant(config, "weights", DDP, **parts))
+    by_rank = sacrifice(2, 60, _resume_all, configs, limit=LIMIT_S * len(configs))
+    _, ddp, fsdp2, weights_alone = by_rank[0]
+    check_same_steps(ddp, fsdp2)
+    check_same_steps(ddp[:1], weights_alone[:1])
+    assert ddp[-1][1] != pytest.approx(weights_alone[-1][1], rel=1e-5)
 
 
 RESUMES = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.train.engine.test_engines import DDP, FSDP2, ZERO
 from tests.train.hf.loaded_runs import load_run, load_runs
 from tests.train.hf_folders import BOS, N_TOKENS, ROPES, ROWS
 from train.checks.config import check
-from train.config import Config, EngineConfig, ExportConfig
+from train.config import Config, ConfigError, EngineConfig, ExportConfig
 from train.data.batches import make_batch
 from train.data.samples import Sample
 from train.data.shards import open_corpus
@@ -173,14 +174,27 @@ def test_an_exported_folder_loads_with_its_tokenizer(make_folder, started, tmp_p
 
 
 def test_a_model_of_the_trainer_is_exported(config, tmp_path):
-    """Without an origin, as on the command line: logits of transformers, and its tokenizer."""
+    """Without an origin, as on the command line: logits of transformers, and its tokenizer.
+
+    The target is a link to an empty folder. A full disk is one line, and nothing stays behind.
+    """
     config.model = dataclasses.replace(config.model, dim=32, ffn_dim=48, n_layers=2)
     config.model = dataclasses.replace(config.model, zero_init=False)
     load_run(config, ALONE)
     asked, target = Config(mode="export"), tmp_path / "out"
+    (tmp_path / "disk").mkdir()
+    target.symlink_to(tmp_path / "disk")
     asked.run.dir, asked.export.dir = config.run.dir, str(target)
     asked = with_run_config(asked, ["mode", "run.dir", "export.dir"])
     check(asked, world=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"export\.dir: the folder .*/disk cannot be written"):
+            run(asked)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.glob(".*.tmp"))
     with pytest.raises(SystemExit, match="0"):
         run(asked)
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)

@@ -111,6 +111,7 @@ def test_training_sends_the_scalars_of_tensorboard_and_resumes_the_same_run(wand
     """Every scalar of every step, to the precision of TensorBoard's float32."""
     config.model.dim, config.model.ffn_dim, config.model.n_layers = 32, 64, 1
     config.optim.warmup_steps, config.train.eval_every, config.log.wandb = 1, 2, True
+    config.optim.schedule_steps = 5
     for config.train.steps in (3, 5):
         parallel = ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cpu"))
         words, corpus = FailureReport(0, sys.stderr), open_corpus(config.data)

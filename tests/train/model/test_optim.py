@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from train.config import ModelConfig, OptimConfig
-from train.model.optim import learning_rate, make_optimizer, set_learning_rate
+from train.model.optim import make_optimizer, set_learning_rate
 from train.model.transformer import Transformer
+from train.run.schedule import describe, learning_rate, warmup_steps
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,38 @@ def test_linear_decay_ends_one_step_above_zero():
     optim = OptimConfig(lr=1.0, schedule="linear", warmup_steps=0)
     rates = [learning_rate(optim, step, steps=10) for step in range(10)]
     assert rates == pytest.approx([1 - step / 10 for step in range(10)])
+
+
+def test_a_schedule_may_be_longer_or_shorter_than_the_run():
+    optim = OptimConfig(lr=1.0, schedule="linear", warmup_steps=0, schedule_steps=4)
+    optim.final_lr_ratio = 0.2
+    rates = [learning_rate(optim, step, steps=6) for step in range(6)]
+    assert rates == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    optim.schedule_steps, optim.schedule = 8, "cosine"
+    assert learning_rate(optim, 4, steps=5) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("given", "schedule", "steps", "expected"),
+    [
+        (None, None, 300, 30),
+        (None, None, 50_000, 2000),
+        (None, 100, 300, 10),
+        (None, None, 5, 0),
+        (250, None, 300, 250),
+        (300, None, 300, 300),
+        (2000, None, 300, 30),
+        (2000, 50_000, 300, 2000),
+    ],
+)
+def test_a_warm_up_ends_within_the_schedule(given, schedule, steps, expected):
+    """A setting that fits is taken as it is; one that does not is shortened, with a clause."""
+    optim = OptimConfig(warmup_steps=given, schedule_steps=schedule, lr=1.0)
+    assert warmup_steps(optim, steps) == expected
+    assert learning_rate(optim, expected, steps) == 1.0
+    shortened = given is not None and given != expected
+    assert ("is shortened" in describe(optim, steps)) == shortened
+    assert f"after {expected} steps of warm-up" in describe(optim, steps)
 
 
 @pytest.mark.parametrize("tied", [False, True])

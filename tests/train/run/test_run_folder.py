@@ -80,23 +80,39 @@ def test_a_run_whose_settings_have_old_names_goes_on(config, folder):
 
 
 def test_a_run_without_ends_of_documents_goes_on_without_them(config, folder):
-    """Its settings lack the key; the refusal of another recipe names the one that continues."""
+    """Its settings lack the key. The refusal names the value, and the second stage with ends."""
     values = json.loads(folder.config.read_text())
     del values["data"]["eos_token"], values["data"]["special_tokens"]
     folder.config.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=r"data\.eos_token was none, is now null"):
+    with pytest.raises(
+        ConfigError, match=r"data\.eos_token was none, is now null; .*checkpoint\.reset_data=true"
+    ):
         folder.require_fit(config)
     config.data.eos_token = "none"
     folder.require_fit(config)
 
 
-@pytest.mark.parametrize("key", ["model.rope.theta", "model.n_layers", "train.seed", "data.path"])
-def test_keys_that_a_run_may_not_change(config, folder, key):
+ANEW = "start a new run from it in another run.dir with checkpoint.resume=RUN"
+
+
+@pytest.mark.parametrize(
+    ("key", "way"),
+    [
+        ("model.rope.theta", f"{ANEW}, "),
+        ("model.n_layers", "to continue it, "),
+        ("train.seed", f"{ANEW} checkpoint.reset_data=true, "),
+        ("data.path", f"{ANEW} checkpoint.reset_data=true, "),
+        ("optim.eps", f"checkpoint.accept_changes=[optim.eps], {ANEW}, "),
+    ],
+)
+def test_keys_that_a_run_may_not_change(config, folder, key, way):
     section, _, name = key.rpartition(".")
     value = get(config, key)
     setattr(get(config, section), name, f"{value}2" if isinstance(value, str) else value + 1)
-    with pytest.raises(ConfigError, match=f"contains a run with different settings: {key} was "):
+    with pytest.raises(ConfigError) as raised:
         folder.require_fit(config)
+    assert f"contains a run with different settings: {key} was " in str(raised.value)
+    assert f"{way}or choose another run.dir" in str(raised.value).replace(str(folder.path), "RUN")
 
 
 def test_overwrite_replaces_complete_and_other_runs_but_never_a_stopped_one(config, folder):

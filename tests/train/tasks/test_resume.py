@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.train.held_runs import hold_run
-from tests.train.jobs import steps
+from tests.train.jobs import events, steps
 from tests.train.trainers import make_trainer, shrink, tensors_of, weights
-from train.config import Config, ConfigError
+from train.config import Config, ConfigError, SourceConfig
 from train.engine.checkpoint import checkpoints_in
 from train.engine.parallel import ParallelLayout
 from train.run.run_folder import RunFolder
@@ -275,3 +275,71 @@ def test_a_run_with_only_damaged_checkpoints_does_not_start(config):
         with pytest.raises(ConfigError, match="every checkpoint of this run is damaged"):
             make_trainer(config)
     assert steps(Path(config.run.dir))[-1][0] == 12
+
+
+def stage_2(config: Config, text_folder: Path, origin: str) -> Config:
+    """``config`` as a second stage: another mixture, length, RoPE, seed, schedule and batch."""
+    deep = SourceConfig(path=str(text_folder / "deep"), weight=3.0)
+    both = {"all": SourceConfig(path=str(text_folder)), "deep": deep}
+    data = dataclasses.replace(config.data, path=None, sources=both, seq_len=384)
+    data.tokenizer = f"{origin}/tokenizer.json"
+    rope = dataclasses.replace(config.model.rope, theta=80000.0)
+    return dataclasses.replace(
+        config,
+        data=data,
+        model=dataclasses.replace(config.model, rope=rope),
+        optim=dataclasses.replace(config.optim, lr=5e-4, warmup_steps=1),
+        train=dataclasses.replace(config.train, steps=6, seed=3, batch=2),
+        run=dataclasses.replace(config.run, dir=f"{origin}-2"),
+        checkpoint=dataclasses.replace(config.checkpoint, resume=origin),
+    )
+
+
+def test_a_second_stage_keeps_weights_and_moments_under_other_data(config, text_folder):
+    """It begins at step 0 of its own data; the same command continues it.
+
+    Its documents have ends, those of the first stage have none. Nothing else accepts that.
+    """
+    config.data.eos_token = "none"
+    first = make_trainer(config)
+    first.train()
+    first.close()
+    config.data.eos_token = None
+    config.checkpoint.accept_changes = ["data.eos_token"]
+    with pytest.raises(ConfigError, match=r"other samples: data\.eos_token was none, is now null"):
+        make_trainer(config)
+    config.checkpoint.accept_changes = []
+    second = stage_2(config, text_folder, config.run.dir)
+    with pytest.raises(ConfigError, match=r"other samples: .*checkpoint\.reset_data=true keeps"):
+        make_trainer(second)
+    second.checkpoint.reset_data = True
+    trainer = make_trainer(second)
+    assert (trainer.state.step, trainer.state.samples) == (0, 0)
+    assert [stage.corpus.train.has_eos for stage in (first, trainer)] == [False, True]
+    tensors, before = tensors_of(trainer), tensors_of(first)
+    assert tensors.keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+    assert any(t.any() for name, t in tensors.items() if "exp_avg_sq" in name)
+    trainer.train()
+    trainer.close()
+    second.train.steps, second.optim.schedule_steps = 8, 6
+    again = make_trainer(second)
+    again.close()
+    assert (again.state.step, again.state.samples) == (6, 12)
+    assert [n for n, _, _ in steps(Path(second.run.dir))] == list(range(1, 7))
+    origins = [e for e in events(Path(second.run.dir)) if "step" in e]
+    assert origins[0].startswith("starts at step 0 with the weights and Adam's moments of ")
+
+
+@pytest.mark.parametrize("key", ["init_from", "resume"])
+def test_weights_of_other_tokens_are_refused(config, text_folder, tmp_path, key):
+    make_trainer(config).train()
+    origin = config.run.dir
+    heir = stage_2(config, text_folder, origin)
+    heir.data.tokenizer, heir.data.sources = None, {"deep": heir.data.sources["deep"]}
+    heir.checkpoint = dataclasses.replace(config.checkpoint, reset_data=key == "resume")
+    setattr(heir.checkpoint, key, origin)
+    with pytest.raises(
+        ConfigError, match=rf"was made with other tokens; give data\.tokenizer={origin}/tokenizer"
+    ):
+        make_trainer(heir)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.support.ranks import sacrifice
 from tests.train.jobs import events, steps
 from tests.train.trainers import make_trainer, shrink, weights
-from train.config import Config
+from train.config import Config, ConfigError
 from train.data.shards import open_corpus
 from train.engine.checkpoint import checkpoints_in
 from train.engine.parallel import ParallelLayout
@@ -170,11 +170,15 @@ def test_the_introduction_says_what_min_len_leaves_out(config, capsys):
 
 
 def test_a_run_that_continues_with_another_batch_says_so(config):
-    """6 steps of 4 samples, then 6 of 2: none twice and none left out. A run that continues with 2
-    has nothing to say."""
+    """6 steps of 4 samples, then 6 of 2, accepted by name: none twice and none left out."""
+    config.optim.schedule_steps = 12
     seen, said = [], []
-    for batch, last in ((4, 6), (2, 10), (2, 12)):
+    for batch, last, accepted in ((4, 6, []), (2, 10, ["train.batch"]), (2, 12, [])):
         config.train.batch, config.train.steps = batch, last
+        if accepted:
+            with pytest.raises(ConfigError, match=r"accept_changes=\[train\.batch\]"):
+                make_trainer(config)
+        config.checkpoint.accept_changes = accepted
         trainer = make_trainer(config)
         make_batches = trainer._batches
         trainer._batches = lambda sample, make=make_batches: seen.append(sample) or make(sample)
@@ -187,8 +191,7 @@ def test_a_run_that_continues_with_another_batch_says_so(config):
     origins = [text for text in events(Path(config.run.dir)) if text.startswith(starts)]
     assert origins == [
         "starts at step 0",
-        "continues after step 6, from step-00000006; 2 samples a step from here on, 4 before "
-        "(train.batch=4 keeps it)",
+        "continues after step 6, from step-00000006; a step has 2 samples from here on, 4 before",
         "continues after step 10, from step-00000010",
     ]
 
