@@ -44,6 +44,9 @@ class ConfigError(ValueError):
 
 
 FULL = "full"  # in model.windows: no window
+NO_EOS = "none"  # as data.eos_token: no token ends a document
+AUTO = "auto"  # as train.eval_bytes or train.final_eval_bytes: at least these bytes
+AUTO_BYTES = {"eval_bytes": 100_000, "final_eval_bytes": 16_000_000}
 # The default chunk of the loss has at most 2^26 logits, but at least 1,024 tokens: matrix products
 # of fewer rows are slow.
 MOST_LOGITS, LEAST_LOSS_TOKENS = 2**26, 1024
@@ -130,9 +133,12 @@ class DataConfig:
     text_field: str = "text"
     held_out: float = 0.05
     held_out_salt: int = 0
+    validation_path: str | None = None
     tokenizer: str | None = None
     vocab_size: int = 4096
     bos_token: str = "<|endoftext|>"
+    eos_token: str | None = None
+    special_tokens: str = "text"
     seq_len: int = 4096
     piece_len: int | None = None
     document_mask: bool = True
@@ -194,8 +200,8 @@ class TrainConfig:
     attention: str = "ringfa3"
     compile: str = "none"
     eval_every: int = 100
-    eval_bytes: int | None = 100_000
-    final_eval_bytes: int | None = 16_000_000
+    eval_bytes: int | str | None = AUTO
+    final_eval_bytes: int | str | None = AUTO
     final_eval_last: int | None = None
     final_eval_len: int | None = None
     max_wall_time: float | None = None
@@ -349,8 +355,8 @@ def from_plain(values: dict[str, Any]) -> Config:
     """A ``Config`` from nested dictionaries (parsed JSON); missing keys get their defaults.
 
     Keys of earlier versions get their new names. A RoPE factor without a type means Llama 3's type,
-    the only one of earlier versions. Raises ``ConfigError`` for values that no ``Config`` can have,
-    such as a key of a later version.
+    the only one of earlier versions, and data without ``eos_token`` documents without one. Raises
+    ``ConfigError`` for values that no ``Config`` can have, such as a key of a later version.
     """
     if not isinstance(values, dict) or not all(isinstance(v, dict | str) for v in values.values()):
         raise ConfigError("the sections of a config are missing")
@@ -360,6 +366,8 @@ def from_plain(values: dict[str, Any]) -> Config:
             kept = {k: value for k, value in values[section].items() if k != key}
             moved = values.get(present, {}) | {name: values[section][key]}
             values = values | {section: kept, present: moved}
+    if "data" in values:
+        values = values | {"data": {"eos_token": NO_EOS} | values["data"]}
     rope = values.get("model", {}).get("rope", {})
     if rope.get("factor", 1.0) != 1.0 and "type" not in rope:
         values = values | {"model": values["model"] | {"rope": rope | {"type": "llama3"}}}

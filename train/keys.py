@@ -72,6 +72,11 @@ def default(key: str) -> Any:
     return get(config, key)
 
 
+def shown(value: Any) -> Any:
+    """``value`` as it is written in a config, where None is null."""
+    return "null" if value is None else value
+
+
 def flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as one dictionary with dotted keys."""
     flat: dict[str, Any] = {}

@@ -8,13 +8,13 @@ from train.checks.batch import check_batch
 from train.checks.compile import check_compile
 from train.checks.data import check_data, check_text, nearest_path
 from train.checks.engine import ENGINES, check_engine
-from train.checks.evaluation import check_final, check_needle, check_rope_sweep
+from train.checks.evaluation import check_budgets, check_final, check_needle, check_rope_sweep
 from train.checks.export import check_export
 from train.checks.hardware import check_hardware
 from train.checks.model import ROPE_TYPES, check_model
 from train.checks.offload import check_offload
 from train.checks.origin import check_origin
-from train.config import CheckpointConfig, Config, ConfigError
+from train.config import AUTO, CheckpointConfig, Config, ConfigError
 from train.extras import installed, remedy
 from train.hf.architecture import hf_folder
 from train.keys import default, get, nearest, schema_keys
@@ -31,6 +31,7 @@ CHOICES = {
     "engine.name": tuple(ENGINES),
     "optim.schedule": ("cosine", "linear", "wsd"),
     "data.packing": ("stream", "best_fit"),
+    "data.special_tokens": ("text", "ids"),
     "parallel.layout": ("zigzag", "contiguous"),
     "parallel.transport": ("auto", "gloo", "nccl", "symmetric"),
     "parallel.device": ("auto", "cpu", "cuda"),
@@ -200,6 +201,7 @@ def check(config: Config, world: int) -> None:
 
 
 def _check_values(config: Config) -> None:
+    check_budgets(config.train)
     for key, allowed in CHOICES.items():
         value = get(config, key)
         if value not in allowed:
@@ -209,7 +211,7 @@ def _check_values(config: Config) -> None:
             )
     for key, least in MINIMUM.items():
         value = get(config, key)
-        if value is not None and value < least:
+        if value is not None and value != AUTO and value < least:
             raise ConfigError(f"{key}={value} is too small; nearest valid: {key}={least}")
     for key in ABOVE_ZERO:
         value = get(config, key)

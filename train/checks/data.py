@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from train.config import SOURCES, Config, ConfigError, DataConfig
+from train.config import NO_EOS, SOURCES, Config, ConfigError, DataConfig
 from train.keys import nearest
 from train.paths import expand
 
@@ -17,9 +17,16 @@ MIN_SHARE = 1e-6
 
 def check_data(data: DataConfig) -> None:
     """Raise ``ConfigError`` for the first key of ``data`` that cannot work."""
-    if not 0 < data.held_out < 1:
+    if data.validation_path is not None and data.held_out != 0:
         raise ConfigError(
-            f"data.held_out={data.held_out} must lie between 0 and 1, for example 0.05"
+            f"data.held_out={data.held_out} and data.validation_path={data.validation_path} both "
+            f"name documents for validation; nearest valid: data.held_out=0 "
+            f"(or data.validation_path=null)"
+        )
+    if data.validation_path is None and not 0 < data.held_out < 1:
+        raise ConfigError(
+            f"data.held_out={data.held_out} must lie between 0 and 1, for example 0.05; 0 needs "
+            f"documents of data.validation_path"
         )
     if data.piece_len is not None and data.piece_len > data.seq_len:
         raise ConfigError(
@@ -31,6 +38,12 @@ def check_data(data: DataConfig) -> None:
             "data.packing=best_fit keeps documents apart, which data.document_mask=false joins; "
             "nearest valid: data.packing=stream (or data.document_mask=true)"
         )
+    ends_apart = data.eos_token not in (None, NO_EOS, data.bos_token)
+    if data.tokenizer is None and ends_apart and data.vocab_size < 258:
+        raise ConfigError(
+            f"data.vocab_size={data.vocab_size} has no room for 256 bytes, data.bos_token and "
+            f"data.eos_token={data.eos_token}; nearest valid: data.vocab_size=258"
+        )
     _check_paths(data)
     if data.tokenizer is not None and not expand("data.tokenizer", data.tokenizer).is_file():
         raise ConfigError(f"data.tokenizer={data.tokenizer} must be a file, a tokenizer.json")
@@ -41,6 +54,7 @@ def _check_paths(data: DataConfig) -> None:
         _check_sources(data)
     paths = {f"{SOURCES}.{name}.path": source.path for name, source in data.sources.items()}
     paths |= {"data.path": data.path, "data.tokenizer": data.tokenizer}
+    paths |= {"data.validation_path": data.validation_path}
     for key, value in paths.items():
         _check_exists(key, value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from train.checks.model import ROPE_TYPES
-from train.config import Config, ConfigError, NeedleConfig
+from train.config import AUTO, AUTO_BYTES, Config, ConfigError, NeedleConfig, TrainConfig
 from train.keys import nearest
 
 TASKS = ("single", "multi_key", "variable")
@@ -47,6 +47,17 @@ def check_rope_sweep(config: Config) -> None:
     for key, least in (("factors", 1), ("thetas", 1)):
         if wrong := [value for value in getattr(sweep, key) if not value > least]:
             raise ConfigError(f"rope.{key}={getattr(sweep, key)}: {wrong[0]} must be above {least}")
+
+
+def check_budgets(train: TrainConfig) -> None:
+    """Raise ``ConfigError`` for a word other than ``auto`` in place of a number of bytes."""
+    for key in AUTO_BYTES:
+        value = getattr(train, key)
+        if isinstance(value, str) and value != AUTO:
+            raise ConfigError(
+                f"train.{key}={value} must be {AUTO}, null or a number of bytes; nearest valid: "
+                f"train.{key}={AUTO}"
+            )
 
 
 def check_final(config: Config) -> None:

@@ -1,8 +1,8 @@
 """Text on disk -> named documents, split into training and held-out.
 
 A document is a text file, a line of a ``.jsonl`` or a row of a ``.parquet``. Its split depends only
-on a hash of its text and ``data.held_out_salt``. A document therefore stays in its split when files
-are added, removed, renamed or sorted, and a text that occurs twice is never in both splits.
+on a hash of its text and ``data.held_out_salt``, or on whether ``data.validation_path`` has it. A
+document therefore stays in its split when files are added, removed, renamed or sorted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Source:
     """A source of text: an entry of ``data.sources``, or a path (``name`` is empty).
 
     ``path`` None is the standard library of the running Python. ``path_key`` is the config key of
-    the path, ``section`` the config section with ``pattern`` and ``text_field``.
+    the path, ``section`` the config section with ``pattern`` and ``text_field``. ``validation``
+    means ``data.validation_path``.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Source:
     text_field: str
     weight: float
     path_key: str
+    validation: bool = False
 
     @property
     def section(self) -> str:
@@ -128,6 +130,16 @@ def find_files(data: DataConfig, path_key: str = "data.path") -> list[TextFile]:
     return files
 
 
+def all_files(data: DataConfig) -> list[TextFile]:
+    """The files of ``data.validation_path``, if it is given, and then those of ``find_files``."""
+    if data.validation_path is None:
+        return find_files(data)
+    own = (data.validation_path, data.pattern, data.text_field, 1.0, "data.validation_path")
+    files = _files_of(Source("", *own, validation=True))
+    require_readers([file.path for file in files])
+    return [*files, *find_files(data)]
+
+
 def _files_of(source: Source) -> list[TextFile]:
     if source.path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -174,6 +186,7 @@ def fingerprint(files: list[TextFile]) -> str:
     for file in files:
         stat = file.path.stat()
         settings = f"{file.source.name}\0{file.source.text_field}\0{file.name}"
+        settings += "\0validation" * file.source.validation
         digest.update(f"{settings}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(*ANY_NAME))
     return digest.hexdigest()
 

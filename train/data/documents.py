@@ -65,11 +65,12 @@ def _opened(path: Path) -> FileIO:
 
 @dataclass(frozen=True)
 class Documents:
-    """One split of a tokenised corpus. Every document starts with the BOS token.
+    """One split of a tokenised corpus. Every document starts with BOS, and with ``has_eos`` ends
+    with EOS.
 
     The columns are (n,) integers each:
 
-    * ``shard`` and ``start`` locate a document's tokens; ``lengths`` counts them, BOS included;
+    * ``shard`` and ``start`` locate a document's tokens; ``lengths`` counts all of them;
     * ``n_bytes`` is the length of its text in UTF-8;
     * ``origin`` (index into ``files``) and ``row`` locate its text;
     * ``hash`` is its ``text_hash``, by which documents are chosen.
@@ -90,9 +91,19 @@ class Documents:
     sources: dict[str, float]
     bounds: tuple[int, ...]
     vocab_size: int
+    has_eos: bool = False
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def text_lengths(self) -> NDArray[np.integer[Any]]:
+        """The tokens of each document's text, (n,): without BOS and EOS."""
+        return self.lengths - 1 - self.has_eos
+
+    def text(self, document: int) -> NDArray[np.int64]:
+        """The tokens of a document's text. Raises what ``tokens`` raises."""
+        return self.tokens(document, 1, 1 + int(self.text_lengths[document]))
 
     def name(self, document: int) -> str:
         """The source and file of a document, plus the row if the file holds several documents."""
@@ -118,9 +129,8 @@ class Documents:
         """The documents of source ``number``, renumbered from 0."""
         first, stop = self.bounds[number], self.bounds[number + 1]
         columns = {name: getattr(self, name)[first:stop] for name in COLUMNS}
-        kept = {"files": self.files, "vocab_size": self.vocab_size, "shards": self.shards}
         source, weight = list(self.sources.items())[number]
-        return Documents(**columns, **kept, sources={source: weight}, bounds=(0, stop - first))
+        return replace(self, **columns, sources={source: weight}, bounds=(0, stop - first))
 
     def at_least(self, tokens: int) -> Documents:
         """The documents with at least ``tokens`` tokens, renumbered; there must be one source."""
@@ -133,10 +143,10 @@ class SplitWriter:
     """Writes the documents of one split: token files of about ``shard_tokens`` and the index."""
 
     def __init__(
-        self, folder: Path, dtype: np.dtype[Any], bos: int, shard_tokens: int = SHARD_TOKENS
+        self, folder: Path, dtype: np.dtype[Any], shard_tokens: int = SHARD_TOKENS
     ) -> None:
         folder.mkdir()
-        self.folder, self.dtype, self.bos, self.shard_tokens = folder, dtype, bos, shard_tokens
+        self.folder, self.dtype, self.shard_tokens = folder, dtype, shard_tokens
         self._columns = {name: array("q") for name in COLUMNS}
         self._shards = 0
         self._written = 0
@@ -146,7 +156,7 @@ class SplitWriter:
         return len(self._columns["lengths"])
 
     def add(self, ids: list[int], n_bytes: int, origin: int, row: int, hashed: int) -> None:
-        """Append a document: BOS and ``ids``. No document is split over two token files.
+        """Append the document with tokens ``ids``. No document is split over two token files.
 
         ``origin`` is the number of its text file and must not decrease from call to call.
         ``hashed`` is the document's ``hash``.
@@ -155,11 +165,11 @@ class SplitWriter:
             self._file.close()
             self._shards, self._written = self._shards + 1, 0
             self._file = (self.folder / f"{self._shards:05d}.bin").open("wb")
-        self._file.write(np.array([self.bos, *ids], self.dtype).tobytes())
-        values = (self._shards, self._written, len(ids) + 1, n_bytes, origin, row, hashed)
+        self._file.write(np.array(ids, self.dtype).tobytes())
+        values = (self._shards, self._written, len(ids), n_bytes, origin, row, hashed)
         for name, value in zip(COLUMNS, values, strict=True):
             self._columns[name].append(value)
-        self._written += len(ids) + 1
+        self._written += len(ids)
 
     def close(self) -> None:
         """Complete the files. No document can be added afterwards."""
@@ -175,6 +185,7 @@ def open_split(
     vocab_size: int,
     files: dict[str, list[str]],
     weights: dict[str, float],
+    has_eos: bool = False,
 ) -> Documents:
     """Open a split and check its index against the token files; ``DamagedError`` if they disagree.
 
@@ -200,6 +211,7 @@ def open_split(
         sources={source: weights[source] for source in files},
         bounds=tuple(np.searchsorted(columns["origin"], first_file).tolist()),
         vocab_size=vocab_size,
+        has_eos=has_eos,
     )
 
 

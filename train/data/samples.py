@@ -126,11 +126,39 @@ class TrainingSamples:
         return order, np.cumsum((self._stop - self._start)[order])
 
 
-def evaluation_documents(documents: Documents, max_bytes: int | None) -> list[int]:
-    """The documents with the smallest hashes that sum to ``max_bytes`` or more; None means all."""
-    if max_bytes is None:
+class AtLeast(NamedTuple):
+    """A budget that covers the lengths of training.
+
+    It has ``n_bytes`` and ``n_tokens`` or more, with a document of ``length`` tokens or more.
+    """
+
+    n_bytes: int
+    n_tokens: int
+    length: int
+
+
+Budget = int | AtLeast | None  # of an evaluation: bytes or more; None means all documents
+
+
+def evaluation_documents(documents: Documents, budget: Budget) -> list[int]:
+    """The documents with the smallest hashes that fulfil ``budget``.
+
+    If none of them has the ``length`` of an ``AtLeast``, the next document that has it is among
+    them too, or the longest if none has it.
+    """
+    if budget is None:
         return list(range(len(documents)))
-    return choose_documents(documents, documents.n_bytes, max_bytes)
+    if not isinstance(budget, AtLeast):
+        return choose_documents(documents, documents.n_bytes, budget)
+    chosen = {
+        *choose_documents(documents, documents.n_bytes, budget.n_bytes),
+        *choose_documents(documents, documents.lengths, budget.n_tokens),
+    }
+    length = min(budget.length, int(documents.lengths.max()))
+    long = np.flatnonzero(documents.lengths >= length)
+    if chosen.isdisjoint(long.tolist()):
+        chosen.add(int(long[documents.hash[long].argmin()]))
+    return sorted(chosen)
 
 
 def choose_documents(

@@ -17,23 +17,25 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from train.config import ConfigError, DataConfig
+from train.config import NO_EOS, ConfigError, DataConfig
 from train.data import corpus
 from train.data.documents import DocumentError, Documents, SplitWriter, open_split
+from train.data.encoder import DocumentEncoder, trained_eos
 from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
 from train.data.removal import discard, require_removal
+from train.data.splits import HELD_OUT, SPLITS, TRAIN, Splitter
 from train.data.tokenizer import (
     LONGEST_PRE_TOKEN,
-    bos_id,
-    encode,
+    SPECIAL_AS_TEXT,
     ignored_settings,
     load_tokenizer,
     train_tokenizer,
@@ -41,31 +43,44 @@ from train.data.tokenizer import (
 )
 from train.paths import expand, make_folder, unusable
 
+VALIDATION = "validation.json"  # the names of its files, as files.json has them by source
 FORMAT = 3  # version of the files in the folder; part of its name
-SPLITS = ("train", "held_out")
 BATCH_DOCUMENTS = 64
 # Of byte-level tokenizers. Below: it does not know the language, and most bytes are tokens of their
 # own. Above: text is lost. Whole words of scripts with three bytes a letter are in between.
 USUAL_BYTES_PER_TOKEN = (1.5, 16.0)
 
 
+class Placed(NamedTuple):
+    """A document, the number of its file in its split, the split, and the hash of its text."""
+
+    document: corpus.Document
+    origin: int
+    split: str
+    hashed: int
+
+
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenised corpus. ``digest`` identifies its contents on any host."""
+    """A tokenised corpus. ``digest`` identifies its contents on any host.
+
+    Training leaves out ``copies`` documents, whose texts are in ``data.validation_path``.
+    """
 
     train: Documents
     held_out: Documents
     tokenizer: Tokenizer
     digest: str
+    copies: int
 
 
 def open_corpus(data: DataConfig) -> Corpus:
     """Open the tokenised corpus of ``data``; build it if the cache does not hold it.
 
     Any number of processes may call this at once: one per host tokenises and shows its progress,
-    the others wait. Rank 0 prints what is unusual about the tokenizer.
+    the others wait. Rank 0 prints what is unusual about the text and the tokenizer.
     """
-    files = corpus.find_files(data)
+    files = corpus.all_files(data)
     cache = expand("data.cache_dir", data.cache_dir)
     folder = cache / cache_key(data, files)
     if not folder.exists():  # a complete one needs no lock, so it may be another user's
@@ -78,6 +93,8 @@ def open_corpus(data: DataConfig) -> Corpus:
     if os.environ.get("RANK", "0") == "0":
         for line in [*_switched_off(data), *_unusual_lengths(data, opened)]:
             print(line, flush=True)
+        if opened.copies:
+            print(f"{opened.copies:,} documents are left out: data.validation_path has their text")
     return opened
 
 
@@ -97,18 +114,21 @@ def _values(value: Any) -> str:
 
 
 def _unusual_lengths(data: DataConfig, opened: Corpus) -> list[str]:
-    """A line for each source whose bytes per token, BOS left out, are far from usual."""
+    """A line for each source whose bytes per token of text are far from usual."""
     low, high = USUAL_BYTES_PER_TOKEN
+    sizes: dict[str, NDArray[np.int64]] = {}
+    for split in (opened.train, opened.held_out):
+        slices = map(slice, split.bounds, split.bounds[1:])
+        for name, own in zip(split.sources, slices, strict=True):
+            given = f"data.sources.{name}" if name else f"data.path={data.path}"
+            if split is opened.held_out and data.validation_path is not None:
+                given = f"data.validation_path={data.validation_path}"
+            size = np.array([split.n_bytes[own].sum(), split.text_lengths[own].sum()])
+            sizes[given] = sizes.get(given, 0) + size
     lines = []
-    for number, name in enumerate(opened.train.sources):
-        n_bytes = n_tokens = 0
-        for split in (opened.train, opened.held_out):
-            own = slice(*split.bounds[number : number + 2])
-            n_bytes += int(split.n_bytes[own].sum())
-            n_tokens += int((split.lengths[own] - 1).sum())
+    for given, (n_bytes, n_tokens) in sizes.items():
         ratio = n_bytes / max(n_tokens, 1)
         if not low <= ratio <= high:
-            given = f"data.sources.{name}" if name else f"data.path={data.path}"
             remedy = "data.vocab_size" if data.tokenizer is None else "data.tokenizer"
             lines.append(
                 f"{given}: {ratio:.2f} bytes per token, usual are {low:g} to {high:g}; check that "
@@ -135,6 +155,10 @@ def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
     ]
     if data.tokenizer is None:  # earlier versions trained without this cut
         settings.append({"longest_pre_token": LONGEST_PRE_TOKEN})
+    if data.eos_token != NO_EOS:  # earlier versions had neither this key nor the next
+        settings.append({"eos": data.eos_token})
+    if data.special_tokens != SPECIAL_AS_TEXT:
+        settings.append({"special_tokens": data.special_tokens})
     if ignored := ignored_settings(tokenizer):  # earlier versions obeyed them, under another key
         settings.append({"ignored": ignored})
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
@@ -159,21 +183,24 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
     if metadata.get("format") != FORMAT:
         raise DamagedError(folder, f"has format {metadata.get('format')}, not {FORMAT}")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    files = json.loads((folder / "files.json").read_text())
-    if set(files) != set(weights):
-        raise DamagedError(folder / "files.json", f"is of the sources {', '.join(files)}")
+    files = {TRAIN: json.loads((folder / "files.json").read_text())}
+    if set(files[TRAIN]) != set(weights):
+        raise DamagedError(folder / "files.json", f"is of the sources {', '.join(files[TRAIN])}")
+    if VALIDATION in manifest.files:
+        files[HELD_OUT] = {"": json.loads((folder / VALIDATION).read_text())}
     splits = []
     for split in SPLITS:
         sizes = []
         while entry := manifest.files.get(f"{split}/{len(sizes):05d}.bin"):
             sizes.append(entry.size)
-        vocab_size = vocabulary_size(tokenizer)
-        splits.append(
-            open_split(folder / split, sizes, metadata["dtype"], vocab_size, files, weights)
-        )
+        names = files.get(split, files[TRAIN])
+        of_split = {source: weights.get(source, 1.0) for source in names}
+        where = (folder / split, sizes, metadata["dtype"], vocabulary_size(tokenizer))
+        splits.append(open_split(*where, names, of_split, has_eos="eos" in metadata))
     content = json.dumps({name: asdict(entry) for name, entry in manifest.files.items()})
     digest = hashlib.sha256(content.encode()).hexdigest()[:20]
-    return Corpus(*splits, tokenizer=tokenizer, digest=digest)
+    copies = metadata.get("copies", 0)
+    return Corpus(*splits, tokenizer=tokenizer, digest=digest, copies=copies)
 
 
 def _lock_and_build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None:
@@ -220,6 +247,7 @@ def _build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None
 def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console: Console) -> None:
     total = sum(file.path.stat().st_size for file in files)
     unreadable: set[Path] = set()
+    n_validation = sum(file.source.validation for file in files)
     with Progress(console=console, transient=True) as progress:
         passes = 1 if data.tokenizer else 2
         task = progress.add_task("Tokenising the corpus", total=total * passes)
@@ -228,12 +256,15 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
         def show(n_bytes: int) -> None:
             progress.update(task, completed=done + n_bytes)
 
-        def documents() -> Iterator[tuple[int, corpus.Document]]:
+        def documents(splitter: Splitter) -> Iterator[Placed]:
             nonlocal done
             for number, file in enumerate(files):
+                origin = number if file.source.validation else number - n_validation
                 try:
                     for document in corpus.read_documents(file, show):
-                        yield number, document
+                        split, hashed = splitter.split(document)
+                        if split is not None:
+                            yield Placed(document, origin, split, hashed)
                 except UnicodeDecodeError:
                     unreadable.add(file.path)
                 done += file.path.stat().st_size
@@ -241,61 +272,51 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
         if data.tokenizer:
             tokenizer = load_tokenizer(expand("data.tokenizer", data.tokenizer))
         else:
-            training = (d.text for _, d in documents() if not _is_held_out(data, d))
-            tokenizer = train_tokenizer(training, data.vocab_size, data.bos_token, console.print)
+            training = (d.document.text for d in documents(Splitter(data)) if d.split == TRAIN)
+            tokenizer = train_tokenizer(
+                training, data.vocab_size, data.bos_token, console.print, trained_eos(data)
+            )
+        encoder = DocumentEncoder(tokenizer, data)
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
-        _write_splits(data, documents(), folder, tokenizer, dtype)
+        splitter = Splitter(data)
+        _write_splits(documents(splitter), folder, encoder, dtype)
+        splitter.require_documents()
     for path in sorted(unreadable):
         console.print(f"left out, not UTF-8: {path}", soft_wrap=True)
-    by_source = groupby(files, key=lambda file: file.source.name)
+    by_source = groupby(files[n_validation:], key=lambda file: file.source.name)
     names = {source: [file.name for file in own] for source, own in by_source}
     (folder / "files.json").write_text(json.dumps(names))
-    write_manifest(folder, {"format": FORMAT, "dtype": dtype.name})
+    if n_validation:
+        (folder / VALIDATION).write_text(json.dumps([file.name for file in files[:n_validation]]))
+    metadata: dict[str, Any] = {"format": FORMAT, "dtype": dtype.name}
+    if encoder.eos is not None:
+        metadata["eos"] = encoder.eos
+    if splitter.copies:
+        metadata["copies"] = splitter.copies
+    write_manifest(folder, metadata)
 
 
 def _write_splits(
-    data: DataConfig,
-    documents: Iterator[tuple[int, corpus.Document]],
-    folder: Path,
-    tokenizer: Tokenizer,
-    dtype: np.dtype[Any],
+    documents: Iterator[Placed], folder: Path, encoder: DocumentEncoder, dtype: np.dtype[Any]
 ) -> None:
-    bos = bos_id(tokenizer, data.bos_token)
-    writers = {split: SplitWriter(folder / split, dtype, bos) for split in SPLITS}
-    counts = {(s.name, split): 0 for s in corpus.sources_of(data) for split in SPLITS}
+    writers = {split: SplitWriter(folder / split, dtype) for split in SPLITS}
     while batch := list(islice(documents, BATCH_DOCUMENTS)):
-        encoded = _encode(tokenizer, [document for _, document in batch])
-        for (number, document), ids in zip(batch, encoded, strict=True):
-            hashed = document.hash(data.held_out_salt)
-            split = SPLITS[corpus.is_held_out(hashed, data.held_out)]
-            writers[split].add(ids, document.n_bytes, number, document.row, hashed)
-            counts[document.file.source.name, split] += 1
-    for (source, split), count in counts.items():
-        if not count:
-            n = sum(counts[source, s] for s in SPLITS)
-            of_source = f" of data.sources.{source}" if source else ""
-            raise ConfigError(
-                f"data.held_out={data.held_out} leaves the split {split}{of_source} empty ({n} "
-                f"documents in all); add documents (a long file can be cut into several) or change "
-                f"the share or data.held_out_salt"
-            )
+        encoded = _encode(encoder, [placed.document for placed in batch])
+        for (document, origin, split, hashed), ids in zip(batch, encoded, strict=True):
+            writers[split].add(ids, document.n_bytes, origin, document.row, hashed)
     for writer in writers.values():
         writer.close()
 
 
-def _is_held_out(data: DataConfig, document: corpus.Document) -> bool:
-    return corpus.is_held_out(document.hash(data.held_out_salt), data.held_out)
-
-
-def _encode(tokenizer: Tokenizer, batch: list[corpus.Document]) -> list[list[int]]:
-    """Token ids of each document; ``DocumentError`` names a document that cannot be tokenised."""
+def _encode(encoder: DocumentEncoder, batch: list[corpus.Document]) -> list[list[int]]:
+    """Tokens of each document; ``DocumentError`` names a document that cannot be tokenised."""
     try:
-        return encode(tokenizer, [document.text for document in batch])
+        return encoder.documents([document.text for document in batch])
     except Exception:  # the library raises no specific type, and does not name the text
         for document in batch:
             try:
-                encode(tokenizer, [document.text])
+                encoder.documents([document.text])
             except Exception as error:
                 name = corpus.document_name(document.file.label, document.row)
                 raise DocumentError(name, f"cannot be tokenised: {error}") from error

@@ -18,16 +18,22 @@ from train.config import ConfigError
 # in their length. Text without longer runs gives the same merges as without the cut.
 LONGEST_PRE_TOKEN = 256  # bytes, for example 85 Chinese characters
 PROGRESS_S = 10.0
+SPECIAL_AS_TEXT = "text"  # the other value of data.special_tokens is "ids"
 Log = Callable[[str], None]
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, bos_token: str, log: Log = lambda text: None
+    texts: Iterable[str],
+    vocab_size: int,
+    bos_token: str,
+    log: Log = lambda text: None,
+    eos_token: str | None = None,
 ) -> Tokenizer:
     """Train a BPE over bytes with at most ``vocab_size`` tokens; ``bos_token`` gets id 0.
 
-    Every byte is a token, so encoding loses nothing. The same texts give the same tokenizer.
-    ``log`` gets a line every ``PROGRESS_S`` seconds, from another thread.
+    ``eos_token``, unless it is None or ``bos_token``, gets id 1. Every byte is a token, so encoding
+    loses nothing. The same texts give the same tokenizer. ``log`` gets a line every ``PROGRESS_S``
+    seconds, from another thread.
     """
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,7 +42,7 @@ def train_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[bos_token],
+        special_tokens=list(dict.fromkeys([bos_token, eos_token or bos_token])),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -110,24 +116,33 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
+def special_names(tokenizer: Tokenizer) -> list[str]:
+    """The special tokens, in the order of their ids."""
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    return [token.content for _, token in added if token.special]
+
+
 def bos_id(tokenizer: Tokenizer, bos_token: str) -> int:
     """The id of the token that starts a document; ``ConfigError`` if there is no such token."""
     token_id = tokenizer.token_to_id(bos_token)
     if token_id is None:
-        special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
         raise ConfigError(
             f"data.bos_token={bos_token} is not a token of data.tokenizer; "
-            f"its special tokens: {', '.join(special) or 'none'}"
+            f"its special tokens: {', '.join(special_names(tokenizer)) or 'none'}"
         )
     return int(token_id)
 
 
-def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text. The name of a special token inside a text is ordinary text.
+def encode(
+    tokenizer: Tokenizer, texts: list[str], special_tokens: str = SPECIAL_AS_TEXT
+) -> list[list[int]]:
+    """Token ids of each text.
 
-    The post-processor takes no part: a template may repeat a text without any special token.
+    The name of a special token inside a text is ordinary text, or with ``special_tokens="ids"`` the
+    id of that token. The post-processor takes no part: a template may repeat a text without any
+    special token.
     """
-    tokenizer.encode_special_tokens = True
+    tokenizer.encode_special_tokens = special_tokens == SPECIAL_AS_TEXT
     processor, tokenizer.post_processor = tokenizer.post_processor, None
     try:
         return [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

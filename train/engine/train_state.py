@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from train.config import Config, ConfigError
+from train.config import NO_EOS, Config, ConfigError
 from train.data.shards import Corpus
 from train.data.tokenizer import load_tokenizer
 from train.engine.checkpoint import load_tensors, read_manifest_metadata
 from train.engine.engine import Engine
 from train.engine.shard import Shard
 from train.engine.spike_filter import SpikeFilter
-from train.keys import flatten
+from train.keys import flatten, shown
 from train.model.transformer import Transformer
 
 
@@ -58,16 +58,17 @@ class TrainState:
         """
         metadata = read_manifest_metadata(path)
         there, here = _stream(metadata), _stream(self.metadata())
-        if different := sorted(k for k in there | here if there.get(k) != here.get(k)):
-            key = different[0]
+        if different := [k for k in there | here if there.get(k) != here.get(k)]:
+            key = min(different, key=lambda k: (k == "corpus", k))  # a result of other settings
             own = path.parent.parent / "tokenizer.json"
             hint = f" (data.tokenizer={own} in a new run.dir, if the run trained it)"
             hint = hint if key == "corpus" else ""
+            was, now = (shown(stream.get(key)) for stream in (there, here))
             raise ConfigError(
-                f"checkpoint {path} was made from other samples: {key} was {there.get(key)}, is "
-                f"now {here.get(key)}; give the same files and data settings{hint}, or begin with "
-                f"new data: checkpoint.reset_data=true keeps Adam's moments, checkpoint.init_from "
-                f"takes the weights alone"
+                f"checkpoint {path} was made from other samples: {key} was {was}, is now {now}; "
+                f"give the same files and data settings{hint}, or begin with new data: "
+                f"checkpoint.reset_data=true keeps Adam's moments, checkpoint.init_from takes the "
+                f"weights alone"
             )
         return metadata
 
@@ -132,6 +133,7 @@ def _stream(metadata: dict[str, Any]) -> dict[str, Any]:
             keys[key] = value
         if key.startswith("data.") and key.endswith(".min_len") and value is not None:
             keys[key] = value
+    keys["data.eos_token"] = metadata["settings"]["data"].get("eos_token", NO_EOS)
     return {"corpus": metadata["corpus"], **keys}
 
 

@@ -1,8 +1,8 @@
 """Trials of the needle in a haystack: a long text with needles, and a question about one of them.
 
 A needle is a sentence that gives a value to a name. A trial is one document of a given number of
-tokens: the start token, running text with needles in it, a question, and its answer. Only the
-answer's tokens have labels. Three tasks:
+tokens: BOS, running text with needles in it, a question, and its answer. Only the answer's tokens
+have labels. The running text is that of several documents, without their BOS and EOS. Three tasks:
 
     single      one needle with a number
     multi_key   as single, among ``others`` needles with other names and numbers
@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from train.checks.evaluation import TASKS
 from train.config import ConfigError, NeedleConfig
 from train.data.documents import Documents
+from train.data.encoder import DocumentEncoder
 from train.data.samples import IGNORED, Sample, choose_documents
-from train.data.tokenizer import encode
 
 LETTERS = list("BCDFGHJKLMNPQRSTVWXZ")
 
@@ -51,18 +50,18 @@ def all_trials(needle: NeedleConfig) -> list[Trial]:
 class Haystack:
     """Makes the samples of trials from the running text of ``documents``.
 
-    A sample depends only on the text, the tokenizer, ``needle`` and the trial.
+    A sample depends only on the text, the encoder, ``needle`` and the trial.
     """
 
     def __init__(
-        self, documents: Documents, tokenizer: Tokenizer, bos: int, needle: NeedleConfig
+        self, documents: Documents, encoder: DocumentEncoder, needle: NeedleConfig
     ) -> None:
-        self.tokenizer, self.bos, self.needle = tokenizer, bos, needle
+        self.encoder, self.needle = encoder, needle
         longest = max(needle.lengths)
         text = np.concatenate(
             [
-                documents.tokens(document, 1, int(documents.lengths[document]))
-                for document in choose_documents(documents, documents.lengths - 1, 4 * longest)
+                documents.text(document)
+                for document in choose_documents(documents, documents.text_lengths, 4 * longest)
             ]
         )
         if not len(text):
@@ -89,7 +88,7 @@ class Haystack:
             )
         start = int(rng.integers(0, len(self.text) - room + 1))
         text = self.text[start : start + room]
-        tokens, done = [np.array([self.bos])], 0
+        tokens, done = [np.array([self.encoder.bos])], 0
         for depth in sorted(needles):
             stop = round(depth * room)
             tokens += [text[done:stop], needles[depth]]
@@ -128,7 +127,7 @@ class Haystack:
         return self._encode(f"\nThe value of {name} is")
 
     def _encode(self, text: str) -> NDArray[np.int64]:
-        return np.array(encode(self.tokenizer, [text])[0], np.int64)
+        return np.array(self.encoder.texts([text])[0], np.int64)
 
 
 def _names(rng: np.random.Generator, count: int) -> list[str]:

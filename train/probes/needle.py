@@ -18,8 +18,8 @@ from torch import Tensor
 from train.config import Config
 from train.data.batches import Batch, make_batch, prefetch
 from train.data.documents import Documents
+from train.data.encoder import DocumentEncoder
 from train.data.samples import IGNORED
-from train.data.tokenizer import bos_id
 from train.engine.parallel import ParallelLayout, sum_over_ranks
 from train.log.plots import draw, plot_needle
 from train.model.window import widest
@@ -32,8 +32,8 @@ def run(config: Config) -> NoReturn:
     """Run all trials, write ``needle.json`` and ``.png``, print a table, end as ``run_probe``."""
 
     def prepare(documents: Documents, tokenizer: Tokenizer) -> Haystack:
-        bos = bos_id(tokenizer, config.data.bos_token)
-        haystack = Haystack(documents, tokenizer, bos, config.needle)
+        encoder = DocumentEncoder(tokenizer, config.data)
+        haystack = Haystack(documents, encoder, config.needle)
         for trial in all_trials(config.needle):
             if trial.length == min(config.needle.lengths):
                 haystack.sample(trial)  # raises if it does not fit

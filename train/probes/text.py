@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 from train.config import Config, ConfigError, DataConfig
 from train.data.corpus import find_files, read_documents
 from train.data.documents import Documents
+from train.data.encoder import DocumentEncoder
 from train.data.shards import open_corpus
-from train.data.tokenizer import bos_id, encode, vocabulary_size
+from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import read_manifest_metadata
 
 BATCH_DOCUMENTS = 64
@@ -58,7 +59,7 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
 
     Raises ``ConfigError`` for a file that is not UTF-8.
     """
-    bos, files = bos_id(tokenizer, data.bos_token), find_files(data, PATH_KEY)
+    encoder, files = DocumentEncoder(tokenizer, data), find_files(data, PATH_KEY)
     rows, columns = [], []
     for origin, file in enumerate(files):
         try:
@@ -67,12 +68,11 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
             raise ConfigError(f"{PATH_KEY}: {file.path} is not UTF-8 text") from None
         for start in range(0, len(texts), BATCH_DOCUMENTS):
             batch = texts[start : start + BATCH_DOCUMENTS]
-            for document, ids in zip(
-                batch, encode(tokenizer, [d.text for d in batch]), strict=True
-            ):
-                rows.append(np.array([bos, *ids], np.uint32))
+            encoded = encoder.documents([document.text for document in batch])
+            for document, ids in zip(batch, encoded, strict=True):
+                rows.append(np.array(ids, np.uint32))
                 hashed = document.hash(data.held_out_salt)
-                columns.append((len(ids) + 1, document.n_bytes, origin, document.row, hashed))
+                columns.append((len(ids), document.n_bytes, origin, document.row, hashed))
     if not rows:
         raise ConfigError(f"{PATH_KEY}={data.path} holds no text")
     lengths, n_bytes, origins, numbers, hashes = np.array(columns, np.int64).T
@@ -89,4 +89,5 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
         sources={"": 1.0},
         bounds=(0, len(rows)),
         vocab_size=vocabulary_size(tokenizer),
+        has_eos=encoder.eos is not None,
     )

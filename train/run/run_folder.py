@@ -6,13 +6,12 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from train.config import Config, ConfigError, from_plain
 from train.data.removal import require_removal
-from train.keys import flatten
+from train.keys import flatten, shown
 from train.paths import expand, make_folder, unusable
 
 LOCK_S = 5.0  # processes of torchrun's previous attempt may still hold the lock
@@ -221,10 +220,6 @@ class RunFolder:
                 require_removal(path)
 
 
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value)
-
-
 def _is_run(folder: Path) -> bool:
     return (folder / "config.json").exists() or (folder / "metrics.jsonl").exists()
 
@@ -240,7 +235,7 @@ def changed_settings(there: Config, here: Config) -> dict[str, str]:
     """The keys that determine a run's result and differ, each with a clause with both values."""
     before, now = (flatten(dataclasses.asdict(config)) for config in (there, here))
     return {
-        key: f"{key} was {_text(before.get(key))}, is now {_text(now.get(key))}"
+        key: f"{key} was {shown(before.get(key))}, is now {shown(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not may_change(key)
     }

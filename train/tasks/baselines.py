@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from train.data.documents import Documents
-from train.data.samples import choose_documents, evaluation_documents
+from train.data.samples import Budget, choose_documents, evaluation_documents
 from train.data.shards import Corpus
 from train.data.tokenizer import vocabulary_size
 
@@ -25,19 +25,19 @@ FIT_TOKENS = 20_000_000  # training tokens that are counted, at most
 PRIOR_COUNTS = 8.0  # weight of the unigram distribution in a bigram estimate
 
 
-def measure_baselines(corpus: Corpus, max_bytes: int | None) -> dict[str, Any]:
+def measure_baselines(corpus: Corpus, budget: Budget) -> dict[str, Any]:
     """``gzip``, ``unigram`` and ``bigram`` of held-out documents, and their ``baseline_bytes``.
 
-    ``max_bytes`` limits the documents of the model's evaluation; None means the whole split.
+    ``budget`` is that of the model's evaluation.
     """
     held_out, tokenizer = corpus.held_out, corpus.tokenizer
-    chosen = baseline_documents(held_out, max_bytes)
+    chosen = baseline_documents(held_out, budget)
     unigram, bigram = count_nats_per_byte(
         corpus.train, held_out, chosen, vocabulary_size(tokenizer)
     )
     texts = (
         tokenizer.decode(
-            held_out.tokens(document, 1, int(held_out.lengths[document])).tolist(),
+            held_out.text(document).tolist(),
             skip_special_tokens=False,
         )
         for document in chosen
@@ -51,16 +51,17 @@ def measure_baselines(corpus: Corpus, max_bytes: int | None) -> dict[str, Any]:
 
 
 def baseline_documents(
-    documents: Documents, max_bytes: int | None, limit: int = BASELINE_BYTES
+    documents: Documents, budget: Budget, limit: int = BASELINE_BYTES
 ) -> list[int]:
     """The documents of the evaluation, or some of each source if they exceed ``limit``.
 
     Each source has at least one, and the last of each may exceed its share of the limit.
     """
-    evaluated = evaluation_documents(documents, max_bytes)
+    evaluated = evaluation_documents(documents, budget)
     if documents.n_bytes[evaluated].sum() <= limit:
         return evaluated
-    return choose_documents(documents, documents.n_bytes, min(limit, max_bytes or limit))
+    limit = min(limit, budget) if isinstance(budget, int) else limit
+    return choose_documents(documents, documents.n_bytes, limit)
 
 
 def gzip_nats_per_byte(texts: Iterable[str]) -> float:

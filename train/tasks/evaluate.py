@@ -10,11 +10,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from train.config import Config
+from train.config import AUTO, AUTO_BYTES, Config
 from train.data.batches import Batch, make_batch, prefetch
 from train.data.documents import Documents
 from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
-from train.data.samples import IGNORED, evaluation_documents, evaluation_samples, pack
+from train.data.samples import (
+    IGNORED,
+    AtLeast,
+    Budget,
+    evaluation_documents,
+    evaluation_samples,
+    pack,
+)
 from train.engine.parallel import ParallelLayout, sum_over_ranks
 
 
@@ -56,17 +63,28 @@ class Evaluation:
         return mean_by_bucket(self.bucket_losses, self.bucket_tokens)
 
 
+def budget_of(config: Config, key: str) -> Budget:
+    """``train.eval_bytes`` or ``train.final_eval_bytes``, named without its section.
+
+    ``auto`` covers four samples, and the longest document of a sample.
+    """
+    value = getattr(config.train, key)
+    if value != AUTO:
+        return value
+    return AtLeast(AUTO_BYTES[key], 4 * config.data.seq_len, config.data.longest_document())
+
+
 @torch.no_grad()
 def evaluate(
     losses_of: Callable[[Batch], Tensor],
     documents: Documents,
     config: Config,
     parallel: ParallelLayout,
-    max_bytes: int | None,
+    budget: Budget,
     window_size: tuple[int, int] = (-1, -1),
     length: int | None = None,
 ) -> Evaluation:
-    """Predict every token of the first documents that sum to ``max_bytes`` bytes; None means all.
+    """Predict every token of the ``evaluation_documents`` of a budget.
 
     ``losses_of`` is a model or an engine's ``evaluate``. Documents are read in windows of
     ``data.piece_len`` tokens (``data.seq_len`` if it is null), as in training, or of ``length``.
@@ -74,7 +92,7 @@ def evaluate(
     ``window_size`` (0, 0) each token attends only to itself.
     """
     seq_len = config.data.seq_len
-    chosen = evaluation_documents(documents, max_bytes)
+    chosen = evaluation_documents(documents, budget)
     by_source = [
         [document for document in chosen if first <= document < stop]
         for first, stop in pairwise(documents.bounds)

@@ -15,11 +15,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from train.config import Config, ConfigError
+from train.data.encoder import DocumentEncoder
 from train.data.removal import discard
-from train.data.tokenizer import bos_id, vocabulary_size
+from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import find_checkpoint, load_tensors
 from train.engine.shard import Box, Shard
 from train.hf.architecture import CONFIG, hf_config
+from train.hf.ends import write_ends
 from train.hf.names import shapes
 from train.hf.origin import keep_origin
 from train.hf.save import save_weights
@@ -93,23 +95,13 @@ def export(config: Config, folder: RunFolder, checkpoint: Path) -> Path:
 
 
 def _write_settings(folder: Path, config: Config, rows: int, tokenizer: Tokenizer) -> None:
-    """Write config and tokenizer: those of the run's origin, with the run's settings.
-
-    Without an origin there is no EOS token, because no token ends a text in training.
-    """
-    length = config.data.longest_document()
-    path, name = folder / CONFIG, config.data.bos_token
-    ends: dict[str, Any] = {"bos_token_id": bos_id(tokenizer, name)}
-    ends |= {"eos_token_id": None, "pad_token_id": None}
+    """Write config and tokenizer: those of the run's origin, with the run's settings."""
+    length, path = config.data.longest_document(), folder / CONFIG
+    kept: dict[str, Any] = {"pad_token_id": None}
     if path.exists():
         there = json.loads(path.read_text())
-        ends = {key: there.get(key) for key in ends}
         length = max(length, there.get("max_position_embeddings") or 0)
-        kept = {k: v for k, v in there.items() if k not in ("rope_parameters", "torch_dtype")}
-    else:
-        kept = {}
-        fast = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": name}
-        (folder / "tokenizer_config.json").write_text(json.dumps(fast, indent=2) + "\n")
+        kept |= {k: v for k, v in there.items() if k not in ("rope_parameters", "torch_dtype")}
     new = hf_config(config.model, rows, length, config.export.dtype)
-    path.write_text(json.dumps({**kept, **ends, **new}, indent=2) + "\n")
-    tokenizer.save(str(folder / "tokenizer.json"))
+    path.write_text(json.dumps(kept | new, indent=2) + "\n")
+    write_ends(folder, DocumentEncoder(tokenizer, config.data))

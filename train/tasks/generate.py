@@ -18,7 +18,8 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from train.config import Config, ConfigError, GenerateConfig
-from train.data.tokenizer import bos_id, encode, vocabulary_size
+from train.data.encoder import DocumentEncoder
+from train.data.tokenizer import vocabulary_size
 from train.engine.parallel import choose_device, join
 from train.model.kv_cache import KVCache
 from train.model.transformer import LanguageModel
@@ -40,10 +41,10 @@ def run(config: Config) -> NoReturn:
     set_affinity(config.parallel, device)
     parallel = join(config.parallel, device)
     loaded = load_model(config, RunFolder(config), parallel, options.checkpoint, log)
-    bos = bos_id(loaded.tokenizer, config.data.bos_token)
-    never = no_labels(config, loaded.tokenizer)
+    encoder = DocumentEncoder(loaded.tokenizer, config.data)
+    never = no_labels(config, encoder)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    tokens = [bos, *encode(loaded.tokenizer, [prompt])[0]]
+    tokens = [encoder.bos, *encoder.texts([prompt])[0]]
     log(f"{loaded.checkpoint}; a prompt of {len(tokens) - 1:,} tokens", soft_wrap=True)
     trained_len = config.data.longest_document()
     if len(tokens) + options.tokens > trained_len:
@@ -52,7 +53,7 @@ def run(config: Config) -> NoReturn:
         for sample in range(options.samples):
             if options.samples > 1:
                 log(f"sample {sample + 1} of {options.samples}")
-            ids = continuation(loaded.model, tokens, options, sample, never)
+            ids = continuation(loaded.model, tokens, options, sample, never, encoder.eos)
             for text in as_text(loaded.tokenizer, ids):
                 sys.stdout.write(text)
                 sys.stdout.flush()
@@ -63,12 +64,18 @@ def run(config: Config) -> NoReturn:
 
 
 def continuation(
-    model: LanguageModel, prompt: list[int], options: GenerateConfig, sample: int, never: list[int]
+    model: LanguageModel,
+    prompt: list[int],
+    options: GenerateConfig,
+    sample: int,
+    never: list[int],
+    eos: int | None = None,
 ) -> Iterator[int]:
-    """Yield ``options.tokens`` tokens that follow ``prompt``, which has at least one token.
+    """Yield the tokens that follow ``prompt``, which has at least one token.
 
-    The same seed and the same ``sample`` number give the same tokens. Tokens in
-    ``never`` are not generated.
+    They are ``options.tokens``, or fewer if the model ends the document with ``eos``, which is not
+    yielded. The same seed and the same ``sample`` number give the same tokens. Tokens in ``never``
+    are not generated.
     """
     device = next(model.parameters()).device
     state = np.random.SeedSequence([options.seed, sample]).generate_state(1, np.uint64)
@@ -81,16 +88,19 @@ def continuation(
         logits = model.next_logits(tokens_T, caches).cpu()
         logits[never] = -torch.inf
         token = choose(logits, options, generator)
+        if token == eos:
+            return
         yield token
         following = [token]
 
 
-def no_labels(config: Config, tokenizer: Tokenizer) -> list[int]:
-    """Ids that are never a training label: the token that starts documents, and ids of no token."""
-    bos = bos_id(tokenizer, config.data.bos_token)
-    tokens = set(tokenizer.get_vocab().values())
-    rows = config.model.rows(vocabulary_size(tokenizer))
-    return [bos, *(number for number in range(rows) if number not in tokens)]
+def no_labels(config: Config, encoder: DocumentEncoder) -> list[int]:
+    """Ids that are never a training label: those of no token, and BOS unless it is EOS too."""
+    tokens = set(encoder.tokenizer.get_vocab().values())
+    if encoder.bos != encoder.eos:
+        tokens.remove(encoder.bos)
+    rows = config.model.rows(vocabulary_size(encoder.tokenizer))
+    return [number for number in range(rows) if number not in tokens]
 
 
 def choose(logits_V: Tensor, options: GenerateConfig, generator: torch.Generator) -> int:

@@ -19,7 +19,7 @@ from train.log.smoothing import mean, window_of
 from train.log.units import both_units, with_bits
 from train.run.run_folder import RunFolder, write_atomically
 from train.tasks.baselines import BASELINES, measure_baselines
-from train.tasks.evaluate import Evaluation
+from train.tasks.evaluate import Evaluation, budget_of
 
 ROWS = {
     "this model": ("nats_per_byte", "train_nats_per_byte"),
@@ -51,7 +51,7 @@ def summarise(
         "train_nats_per_byte": train if math.isfinite(train) else None,
         "train_last_steps": last_steps,
         "nats_per_byte_self_only": alone.nats_per_byte,
-        **measure_baselines(corpus, config.train.final_eval_bytes),
+        **measure_baselines(corpus, budget_of(config, "final_eval_bytes")),
         "train_seconds": state.seconds,
         "steps": state.step,
         "skipped": state.spike_filter.skipped,

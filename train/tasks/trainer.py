@@ -16,7 +16,7 @@ from ringfa3.custom_op import set_op_hook
 from train.config import Config
 from train.data.batches import Batch, Prefetch, make_batch
 from train.data.mixture import left_out, training_samples
-from train.data.samples import DocumentSlice, pack
+from train.data.samples import Budget, DocumentSlice, pack
 from train.data.shards import Corpus
 from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import Checkpoints, read_manifest_metadata
@@ -38,7 +38,7 @@ from train.run.schedule import describe, learning_rate
 from train.run.stopper import Run
 from train.run.update_lock import UpdateLock
 from train.tasks.estimate import errors_of
-from train.tasks.evaluate import Evaluation, evaluate
+from train.tasks.evaluate import Evaluation, budget_of, evaluate
 from train.tasks.gradients import compute_gradients
 from train.tasks.resume import prepare_folder, restore
 from train.tasks.summary import summarise, write_summary
@@ -332,11 +332,11 @@ class Trainer:
 
     def finish(self) -> None:
         """Run the final evaluation, write ``summary.json`` and the plots, print a table."""
-        max_bytes = self.config.train.final_eval_bytes
-        full = self._evaluate(max_bytes)
-        alone = self._evaluate(max_bytes, SELF_ONLY)
+        budget = budget_of(self.config, "final_eval_bytes")
+        full = self._evaluate(budget)
+        alone = self._evaluate(budget, SELF_ONLY)
         length = self.config.train.final_eval_len
-        short = None if length is None else self._evaluate(max_bytes, length=length)
+        short = None if length is None else self._evaluate(budget, length=length)
         if self.recorder is None:
             return
         self._record_evaluation(self.state.step, full)
@@ -355,18 +355,18 @@ class Trainer:
 
     def _evaluate(
         self,
-        max_bytes: int | None,
+        budget: Budget,
         window: tuple[int, int] = (-1, -1),
         length: int | None = None,
     ) -> Evaluation:
         if self.times is not None:
             self.times.pause()
         what = (self.engine.evaluate, self.corpus.held_out, self.config, self.parallel)
-        return evaluate(*what, max_bytes, window, length)
+        return evaluate(*what, budget, window, length)
 
     def _validate(self, step: int) -> Evaluation:
         self.lines.write()
-        evaluation = self._evaluate(self.config.train.eval_bytes)
+        evaluation = self._evaluate(budget_of(self.config, "eval_bytes"))
         self._record_evaluation(step, evaluation)
         return evaluation
 

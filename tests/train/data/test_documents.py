@@ -27,10 +27,10 @@ def reopen(folder: Path, dtype: str = "uint16", vocab_size: int = 10) -> Documen
 def folder(tmp_path: Path) -> Path:
     """``TEXTS`` from three files of two sources, in three token files."""
     folder = tmp_path / "split"
-    writer = SplitWriter(folder, np.dtype(np.uint16), bos=9, shard_tokens=5)
+    writer = SplitWriter(folder, np.dtype(np.uint16), shard_tokens=5)
     origins, rows = [0, 1, 1, 1, 2], [0, 1, 2, 7, 0]
     for ids, origin, row in zip(TEXTS, origins, rows, strict=True):
-        writer.add(ids, n_bytes=len(ids) + 1, origin=origin, row=row, hashed=7 * row)
+        writer.add([9, *ids], n_bytes=len(ids) + 1, origin=origin, row=row, hashed=7 * row)
     writer.close()
     assert len(writer) == 5
     return folder

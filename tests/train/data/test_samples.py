@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from train.data.samples import (
     IGNORED,
+    AtLeast,
     TrainingSamples,
     choose_documents,
     evaluation_documents,
@@ -111,6 +112,17 @@ def test_evaluation_documents_reach_the_budget(make_documents):
     assert evaluation_documents(documents, 30) == [0]
     assert evaluation_documents(documents, 31) == [0, 1]
     assert evaluation_documents(documents, 10_000) == [0, 1, 2]
+
+
+def test_a_budget_at_least_covers_tokens_and_the_length_that_is_trained(make_documents):
+    """Hashes are in the order of the numbers; each token has 3 bytes."""
+    documents = make_documents([10, 10, 10, 10, 60, 50, 90])
+    assert evaluation_documents(documents, AtLeast(31, 1, 1)) == [0, 1]
+    assert evaluation_documents(documents, AtLeast(31, 25, 1)) == [0, 1, 2]
+    assert evaluation_documents(documents, AtLeast(31, 25, 50)) == [0, 1, 2, 4]
+    assert evaluation_documents(documents, AtLeast(31, 25, 61)) == [0, 1, 2, 6]
+    assert evaluation_documents(documents, AtLeast(31, 25, 500)) == [0, 1, 2, 6]  # the longest
+    assert evaluation_documents(documents, AtLeast(500, 25, 61)) == list(range(7))
 
 
 @given(lengths=LENGTHS, seq_len=st.integers(2, 64), piece_len=st.integers(1, 70))

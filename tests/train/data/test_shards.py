@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from train.config import ConfigError, SourceConfig
-from train.data import shards
+from train.data import encoder, shards
 from train.data.corpus import find_files, is_held_out, read_documents
 from train.data.documents import DocumentError
 from train.data.manifest import DamagedError, write_manifest
@@ -23,8 +23,8 @@ BOS = "<|endoftext|>"
 def texts_of(documents, tokenizer):
     for number in range(len(documents)):
         ids = documents.tokens(number, 0, int(documents.lengths[number])).tolist()
-        assert ids[0] == tokenizer.token_to_id(BOS)
-        yield tokenizer.decode(ids[1:], skip_special_tokens=False)
+        assert [ids[0], ids[-1]] == [tokenizer.token_to_id(BOS)] * 2
+        yield tokenizer.decode(ids[1:-1], skip_special_tokens=False)
 
 
 def test_both_splits_hold_every_text_unchanged(config):
@@ -78,6 +78,9 @@ def test_a_changed_file_or_config_gives_a_new_corpus(config, tmp_path):
         ("held_out", 0.3),
         ("held_out_salt", 1),
         ("bos_token", "<s>"),
+        ("eos_token", "</s>"),
+        ("eos_token", "none"),
+        ("special_tokens", "ids"),
         ("text_field", "body"),
         ("pattern", "deep/*"),
     ],
@@ -217,12 +220,12 @@ def test_a_source_with_an_empty_split_is_named(mixture, text_folder):
 
 
 def test_a_document_that_cannot_be_tokenised_is_named(mixture, monkeypatch):
-    def fail(tokenizer, texts):
+    def fail(tokenizer, texts, special_tokens):
         if any(text == line_of(41) for text in texts):
             raise RuntimeError("out of vocabulary")
-        return encode(tokenizer, texts)
+        return encode(tokenizer, texts, special_tokens)
 
-    monkeypatch.setattr(shards, "encode", fail)
+    monkeypatch.setattr(encoder, "encode", fail)
     with pytest.raises(DocumentError, match=r"document lines/a\.jsonl:42: .*out of vocabulary"):
         open_corpus(mixture.data)
 
@@ -242,6 +245,57 @@ def test_of_two_hosts_that_build_at_once_the_first_to_finish_wins(config, monkey
     assert not list(Path(config.data.cache_dir).glob("*.tmp"))
 
 
+@pytest.fixture
+def validated(config, tmp_path):
+    """Texts 0 to 19 to train on in two overlapping sources, and 15 to 24 to validate with."""
+    for folder, numbers in (("one", range(20)), ("two", range(10, 20)), ("other", range(15, 25))):
+        (tmp_path / folder).mkdir()
+        for number in numbers:
+            (tmp_path / folder / f"{folder}{number}.txt").write_text(line_of(number))
+    config.data.path, config.data.held_out = None, 0.0
+    for name in ("one", "two"):
+        config.data.sources[name] = SourceConfig(path=str(tmp_path / name))
+    config.data.validation_path = str(tmp_path / "other")
+    return config
+
+
+def texts_in(documents, corpus) -> list[str]:
+    return [
+        corpus.tokenizer.decode(documents.text(n).tolist(), skip_special_tokens=False)
+        for n in range(len(documents))
+    ]
+
+
+def test_a_validation_set_is_never_trained_on(validated, capsys):
+    for _ in range(2):  # every start says so
+        corpus = open_corpus(validated.data)
+        assert "10 documents are left out: data.validation_path has" in capsys.readouterr().out
+    assert sorted(texts_in(corpus.held_out, corpus)) == [line_of(n) for n in range(15, 25)]
+    assert corpus.held_out.name(0).startswith("other")
+    assert dict(corpus.held_out.sources) == {"": 1.0}
+    expected = [line_of(n) for n in (*range(15), *range(10, 15))]
+    assert sorted(texts_in(corpus.train, corpus)) == sorted(expected)
+    assert list(corpus.train.sources) == ["one", "two"]
+    assert corpus.train.name(15).startswith("two/two1")
+
+
+def test_overlapping_sources_hold_out_the_same_texts(validated):
+    validated.data.validation_path, validated.data.held_out = None, 0.3
+    corpus = open_corpus(validated.data)
+    held_out, trained = (texts_in(d, corpus) for d in (corpus.held_out, corpus.train))
+    assert len(held_out) > len({*held_out}) > 1
+    assert not {*held_out} & {*trained}
+
+
+def test_another_validation_set_is_another_corpus(validated, tmp_path):
+    digest = open_corpus(validated.data).digest
+    (tmp_path / "other" / "other25.txt").write_text(line_of(25))
+    assert open_corpus(validated.data).digest != digest
+    validated.data.validation_path = str(tmp_path / "one")
+    with pytest.raises(ConfigError, match=r"leaves the split train of data\.sources\.one empty"):
+        open_corpus(validated.data)
+
+
 def test_an_empty_split_names_the_share(config, text_folder):
     config.data.path = str(text_folder / "1.txt")
     with pytest.raises(ConfigError, match=r"data\.held_out=0\.2"):
@@ -255,7 +309,7 @@ def test_a_tokenizer_can_be_loaded_and_must_have_the_bos_token(config, tmp_path)
     config.data.tokenizer = str(path)
     with pytest.raises(ConfigError, match=r"data\.bos_token=.*special tokens: <s>"):
         open_corpus(config.data)
-    config.data.bos_token = "<s>"
+    config.data.bos_token = config.data.eos_token = "<s>"
     assert open_corpus(config.data).tokenizer.get_vocab_size() <= 280
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):

@@ -13,12 +13,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from train.config import ConfigError, SourceConfig
 from train.data import shards, tokenizer
+from train.data.encoder import DocumentEncoder
 from train.data.shards import open_corpus
 from train.data.tokenizer import encode, load_tokenizer, train_tokenizer
 from train.tasks.baselines import measure_baselines
 from train.tasks.generate import no_labels
 
-BOS = "<s>"
+BOS = "<|endoftext|>"
 TEXT = "the ring keeps every token of every text, and attends to all of them; " * 3
 
 
@@ -64,7 +65,7 @@ def test_truncation_padding_and_dropout_of_a_file_are_ignored(altered, config, t
     for split in (corpus.train, corpus.held_out):
         for number in range(len(split)):
             (ids,) = encode(before, [texts[split.name(number)]])
-            assert split.tokens(number, 1, int(split.lengths[number])).tolist() == ids
+            assert split.text(number).tolist() == ids
 
 
 def test_a_start_names_what_it_ignores(altered, config, capsys, monkeypatch):
@@ -95,6 +96,7 @@ def test_a_cache_of_a_version_that_obeyed_the_file_is_not_opened(altered, config
 
 def test_the_cache_of_a_file_without_such_settings_is_kept(config, plain, tmp_path, monkeypatch):
     config.data.tokenizer = str(write(tmp_path / "tokenizer.json", plain))
+    config.data.eos_token = "none"
     monkeypatch.setattr(shards.corpus, "fingerprint", lambda files: "")
     assert shards.cache_key(config.data, []) == former_key(config.data)
 
@@ -216,8 +218,9 @@ def test_ids_with_holes_have_rows_up_to_the_largest(config, plain, tmp_path, las
     assert max(map(max, ids)) == last
     assert corpus.train.vocab_size == tokenizer.vocabulary_size(corpus.tokenizer) == last + 1
     assert measure_baselines(corpus, None)["unigram"] > 0
-    holes = [set(range(last)) - set(vocabulary.values()), {0}]
-    assert set(no_labels(config, corpus.tokenizer)) == set.union(*holes)
+    holes = set(range(last)) - set(vocabulary.values())
+    encoder = DocumentEncoder(corpus.tokenizer, config.data)
+    assert set(no_labels(config, encoder)) == holes  # BOS ends documents too
     config.model.vocab_size = n_tokens
     with pytest.raises(ConfigError, match=rf"ids go up to {last}; .*model.vocab_size={last + 1}"):
-        no_labels(config, corpus.tokenizer)
+        no_labels(config, encoder)

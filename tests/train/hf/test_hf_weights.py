@@ -148,10 +148,10 @@ def test_weights_go_in_and_out_of_deepspeed_unchanged(make_folder, started, tmp_
 
 def test_an_exported_folder_loads_with_its_tokenizer(make_folder, started, tmp_path):
     """bfloat16 goes in and out unchanged; rows that no token has are left out; settings of the
-    origin, such as the tokens that end a text, are kept."""
+    origin are kept, such as other tokens that end a text."""
     origin = make_folder("qwen3", "llama3", tie_word_embeddings=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(origin, dtype="bfloat16")
-    model.config.eos_token_id = 7
+    model.config.eos_token_id = model.generation_config.eos_token_id = 7
     model.save_pretrained(origin)
     (origin / "chat_template.jinja").write_text("{{ messages }}")
     config = started(origin)
@@ -167,7 +167,8 @@ def test_an_exported_folder_loads_with_its_tokenizer(make_folder, started, tmp_p
         assert tensor.dtype == after[name].dtype == torch.bfloat16
         assert torch.equal(tensor, after[name]), name
     settings = transformers.AutoConfig.from_pretrained(target)
-    assert (settings.vocab_size, settings.eos_token_id) == (N_TOKENS, 7)
+    assert (settings.vocab_size, settings.eos_token_id) == (N_TOKENS, [0, 7])
+    assert transformers.GenerationConfig.from_pretrained(target).eos_token_id == [0, 7]
     assert settings.max_position_embeddings == 256
     assert (target / "chat_template.jinja").exists()
 
@@ -202,7 +203,8 @@ def test_a_model_of_the_trainer_is_exported(config, tmp_path):
     assert tokenizer.encode(text, add_special_tokens=False) == own.encode(text).ids
     assert (tokenizer.bos_token, tokenizer.bos_token_id) == (BOS, own.token_to_id(BOS))
     model = transformers.AutoModelForCausalLM.from_pretrained(target)
-    assert (model.config.bos_token_id, model.config.eos_token_id) == (own.token_to_id(BOS), None)
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (own.token_to_id(BOS),) * 2
+    assert model.generation_config.eos_token_id == own.token_to_id(BOS)
     ids = torch.arange(3, 120)
     with torch.no_grad():
         theirs = model(ids[None]).logits[0]

@@ -15,10 +15,12 @@ from torch.nn import functional as F
 from tests.support.ranks import Ranks
 from tests.train.model.test_transformer import build, packed_sample
 from train.checks import evaluation
-from train.config import Config, ConfigError, NeedleConfig
+from train.config import Config, ConfigError, DataConfig, NeedleConfig
 from train.data.batches import make_batch
+from train.data.encoder import DocumentEncoder
 from train.data.samples import IGNORED
-from train.data.tokenizer import bos_id, train_tokenizer
+from train.data.shards import open_corpus
+from train.data.tokenizer import train_tokenizer
 from train.engine.parallel import ParallelLayout
 from train.log.plots import plot_needle
 from train.model.transformer import LanguageModel, Transformer
@@ -40,7 +42,18 @@ def haystack(make_documents, tokenizer):
     documents = make_documents([101, 100])
     documents.shards[0][:] = 100 + np.arange(201) % 100
     needle = NeedleConfig(lengths=[300, 400], digits=4, trials=2)
-    return Haystack(documents, tokenizer, bos_id(tokenizer, BOS), needle)
+    return Haystack(documents, DocumentEncoder(tokenizer, DataConfig()), needle)
+
+
+def test_running_text_has_no_ends_of_documents(config):
+    config.data.eos_token = "</s>"
+    corpus = open_corpus(config.data)
+    encoder = DocumentEncoder(corpus.tokenizer, config.data)
+    needle = NeedleConfig(lengths=[2000])
+    haystack = Haystack(corpus.held_out, encoder, needle)
+    tokens = haystack.sample(Trial("single", 2000, 0.5, 0)).tokens.tolist()
+    assert (tokens.count(encoder.bos), tokens.count(encoder.eos)) == (1, 0)
+    assert tokens[0] == encoder.bos
 
 
 def text_of(haystack: Haystack, trial: Trial) -> str:
@@ -49,9 +62,9 @@ def text_of(haystack: Haystack, trial: Trial) -> str:
     assert len(sample.tokens) == len(sample.labels) == trial.length - 1 == sample.cu_seqlens[-1]
     assert (sample.labels[: -len(answer)] == IGNORED).all()
     assert sample.tokens[-len(answer) + 1 :].tolist() == answer[:-1].tolist()
-    assert sample.tokens[0] == haystack.bos
+    assert sample.tokens[0] == haystack.encoder.bos
     whole = [*sample.tokens[1:].tolist(), int(answer[-1])]
-    return haystack.tokenizer.decode(whole, skip_special_tokens=False)
+    return haystack.encoder.tokenizer.decode(whole, skip_special_tokens=False)
 
 
 def test_a_trial_holds_its_fact_and_ends_with_its_answer(haystack):

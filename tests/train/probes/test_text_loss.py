@@ -69,7 +69,7 @@ def test_a_tokenised_text_holds_its_documents(text_folder, trained_run):
         for number, text in enumerate(texts):
             (ids,) = encode(tokenizer, [text])
             length = int(documents.lengths[number])
-            assert np.array_equal(documents.tokens(number, 0, length), [0, *ids])
+            assert np.array_equal(documents.tokens(number, 0, length), [0, *ids, 0])
             assert documents.n_bytes[number] == len(text.encode())
 
 

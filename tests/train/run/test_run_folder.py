@@ -79,6 +79,19 @@ def test_a_run_whose_settings_have_old_names_goes_on(config, folder):
     folder.require_fit(config)
 
 
+def test_a_run_without_ends_of_documents_goes_on_without_them(config, folder):
+    """Its settings lack the key. The refusal names the value, and the second stage with ends."""
+    values = json.loads(folder.config.read_text())
+    del values["data"]["eos_token"], values["data"]["special_tokens"]
+    folder.config.write_text(json.dumps(values))
+    with pytest.raises(
+        ConfigError, match=r"data\.eos_token was none, is now null; .*checkpoint\.reset_data=true"
+    ):
+        folder.require_fit(config)
+    config.data.eos_token = "none"
+    folder.require_fit(config)
+
+
 ANEW = "start a new run from it in another run.dir with checkpoint.resume=RUN"
 
 

@@ -15,7 +15,7 @@ from train.data.shards import open_corpus
 from train.engine.parallel import join
 from train.model.transformer import build_model
 from train.tasks import evaluate as evaluation
-from train.tasks.evaluate import evaluate
+from train.tasks.evaluate import budget_of, evaluate
 from train.tasks.trainer import SELF_ONLY
 
 
@@ -35,7 +35,7 @@ def test_a_uniform_model_costs_log_vocabulary_per_token(config, corpus, piece_le
     config.data.piece_len = piece_len
     model, parallel = model_of(config, corpus)
     held_out = corpus.held_out
-    result = evaluate(model, held_out, config, parallel, max_bytes=None)
+    result = evaluate(model, held_out, config, parallel, budget=None)
     tokens = int(held_out.lengths.sum()) - len(held_out)
     assert result.tokens == tokens
     assert result.n_bytes == int(held_out.n_bytes.sum())
@@ -102,10 +102,23 @@ def test_the_last_tokens_are_those_at_the_end_of_full_windows(config, corpus, le
     assert result.last_loss == pytest.approx(total, rel=1e-6)
 
 
+def test_the_default_covers_four_samples_and_the_length_of_training(config, make_documents):
+    """Documents of 10 tokens, 30 bytes, have the least hashes, three of 700 tokens the largest."""
+    documents = make_documents([10] * 9000 + [700] * 3)
+    chosen = evaluation_documents(documents, budget_of(config, "eval_bytes"))
+    assert chosen == [*range(3334), 9000]  # 100 kB, and seq_len = 256 tokens
+    config.data.seq_len = 20_000
+    chosen = evaluation_documents(documents, budget_of(config, "eval_bytes"))
+    assert chosen == [*range(8000), 9000]  # 80,000 tokens
+    config.train.eval_bytes = 100
+    chosen = evaluation_documents(documents, budget_of(config, "eval_bytes"))
+    assert chosen == [0, 1, 2, 3]  # as given
+
+
 def test_a_budget_counts_whole_documents(config, corpus):
     model, parallel = model_of(config, corpus)
     least = corpus.held_out.hash.argmin()
-    result = evaluate(model, corpus.held_out, config, parallel, max_bytes=1)
+    result = evaluate(model, corpus.held_out, config, parallel, budget=1)
     assert result.n_bytes == int(corpus.held_out.n_bytes[least])
     assert result.tokens == int(corpus.held_out.lengths[least]) - 1
 

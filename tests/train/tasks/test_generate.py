@@ -11,6 +11,7 @@ import torch
 
 from ringfa3 import plan_context
 from train.config import ConfigError, GenerateConfig, ModelConfig, ParallelConfig
+from train.data.encoder import DocumentEncoder
 from train.data.tokenizer import train_tokenizer
 from train.engine.parallel import join
 from train.model.transformer import LanguageModel, Transformer
@@ -50,6 +51,14 @@ def test_greedy_with_cache_is_greedy_by_full_recomputation(model):
     got = list(continuation(model, prompt, options, sample=0, never=[0]))
     assert got == greedy(model, prompt, 40)
     assert len(set(got)) > 5
+
+
+def test_a_text_stops_before_the_token_that_ends_documents(model):
+    options = GenerateConfig(tokens=40, temperature=0.0)
+    whole = list(continuation(model, [0, 7, 11], options, sample=0, never=[0]))
+    end = whole[9]
+    got = list(continuation(model, [0, 7, 11], options, sample=0, never=[0], eos=end))
+    assert got == whole[: whole.index(end)]
 
 
 def test_the_same_seed_gives_the_same_text(model):
@@ -157,7 +166,10 @@ def test_generated_text_is_that_of_the_weights(pretrain, trained_run):
     assert done.stdout == trained.tokenizer.decode(expected) + "\n"
     assert f"{trained.checkpoint}; a prompt of {len(prompt) - 1} tokens" in done.stderr
     config.model.vocab_size = 320  # 20 rows of padding
-    assert no_labels(config, trained.tokenizer) == [0, *range(300, 320)]
+    for eos, never in ((None, []), ("none", [0])):  # the token that begins documents ends them too
+        config.data.eos_token = eos
+        encoder = DocumentEncoder(trained.tokenizer, config.data)
+        assert no_labels(config, encoder) == [*never, *range(300, 320)]
 
 
 def test_a_prompt_comes_from_stdin_and_samples_differ(pretrain, trained_run):

@@ -189,7 +189,10 @@ def test_another_corpus_is_rejected_unless_only_weights_are_loaded(config):
     config.checkpoint.resume = origin
     with pytest.raises(ConfigError, match=r"other samples: corpus was .*checkpoint\.init_from"):
         make_trainer(config)
-    config.data.held_out, config.train.seed = 0.2, 5
+    config.data.held_out, config.data.eos_token = 0.2, "none"
+    with pytest.raises(ConfigError, match=r"samples: data\.eos_token was null, is now none; give"):
+        make_trainer(config)
+    config.data.eos_token, config.train.seed = None, 5
     with pytest.raises(ConfigError, match=r"made from other samples: train\.seed was 0, is now 5"):
         make_trainer(config)
     config.checkpoint.resume, config.checkpoint.init_from = "auto", origin
@@ -293,16 +296,26 @@ def stage_2(config: Config, text_folder: Path, origin: str) -> Config:
 
 
 def test_a_second_stage_keeps_weights_and_moments_under_other_data(config, text_folder):
-    """It begins at step 0 of its own data; the same command continues it."""
+    """It begins at step 0 of its own data; the same command continues it.
+
+    Its documents have ends, those of the first stage have none. Nothing else accepts that.
+    """
+    config.data.eos_token = "none"
     first = make_trainer(config)
     first.train()
     first.close()
+    config.data.eos_token = None
+    config.checkpoint.accept_changes = ["data.eos_token"]
+    with pytest.raises(ConfigError, match=r"other samples: data\.eos_token was none, is now null"):
+        make_trainer(config)
+    config.checkpoint.accept_changes = []
     second = stage_2(config, text_folder, config.run.dir)
     with pytest.raises(ConfigError, match=r"other samples: .*checkpoint\.reset_data=true keeps"):
         make_trainer(second)
     second.checkpoint.reset_data = True
     trainer = make_trainer(second)
     assert (trainer.state.step, trainer.state.samples) == (0, 0)
+    assert [stage.corpus.train.has_eos for stage in (first, trainer)] == [False, True]
     tensors, before = tensors_of(trainer), tensors_of(first)
     assert tensors.keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
