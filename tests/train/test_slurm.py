@@ -120,27 +120,31 @@ def test_two_tasks_of_one_host_train_together(overrides, tmp_path):
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_the_batch_script_starts_the_trainer_and_queues_a_saved_job_again(tmp_path, launcher):
-    """With stubs of Slurm's commands: the command line of each form, and the requeue."""
+    """With stubs of Slurm's commands: the command line of each form, and the requeue.
+
+    A job that fails before it writes an event is not queued again: it would fail for ever.
+    """
     script = (ROOT / "examples" / "train.sbatch").read_text()
     (tmp_path / "train.sbatch").write_text(script.replace("run=/shared", f"run={tmp_path}"))
     run = tmp_path / "runs" / "1b"
     run.mkdir(parents=True)
-    stub(tmp_path, "srun", 'echo "srun $*"')
+    stub(tmp_path, "srun", 'echo "srun $*"; [ -z "$EVENT" ] || echo "$EVENT" >> "$EVENTS"')
     stub(tmp_path, "scontrol", '[ "$1" = show ] && echo gpu1 || echo "scontrol $*"')
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     environment |= {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[1-2]"}
-    for event, queued in (("stopped after step 3, which is saved; the", True), ("complete", False)):
-        (run / "events.jsonl").write_text(json.dumps({"event": f"SIGUSR1: {event}"}) + "\n")
+    environment["EVENTS"] = str(run / "events.jsonl")
+    stopped = json.dumps({"event": "SIGUSR1: stopped after step 3, which is saved; the"})
+    for event, queued in ((stopped, True), ("", False), ('{"event": "complete"}', False)):
         done = subprocess.run(
             ["bash", str(tmp_path / "train.sbatch"), *([launcher] if launcher != "srun" else [])],
-            env=environment,
+            env={**environment, "EVENT": event},
             capture_output=True,
             text=True,
             check=True,
         )
+        assert done.stderr == ""
         start, *rest = done.stdout.splitlines()
-        assert start.startswith(
-            "srun python " if launcher == "srun" else "srun torchrun --nnodes 2"
-        )
+        program = "python " if launcher == "srun" else "torchrun --nnodes 2"
+        assert start.startswith(f"srun --kill-on-bad-exit=1 {program}")
         assert "train/pretrain.py model=1b data=text data.path=/shared/text " in start
         assert rest == (["scontrol requeue 7"] if queued else [])
