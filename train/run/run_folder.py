@@ -225,9 +225,10 @@ def _is_run(folder: Path) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: if the disk is full or the process is killed, the old file stays."""
+    """Write a file in UTF-8 atomically: if the disk is full or the process is killed, the old file
+    stays."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 

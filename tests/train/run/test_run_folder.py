@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.train.jobs import ROOT
 from train.config import ConfigError
 from train.keys import flatten, get
 from train.run.run_folder import RunFolder, write_atomically
@@ -306,3 +310,13 @@ def test_clear_fails_if_something_stays(folder, monkeypatch):
     monkeypatch.setattr("shutil.rmtree", busy)
     with pytest.raises(ConfigError, match=rf"{path} cannot be removed \(Device or resource busy"):
         folder.clear()
+
+
+def test_a_file_is_utf_8_in_every_locale(tmp_path):
+    """The tokens in tokenizer.json are not ASCII."""
+    program = "from train.run.run_folder import write_atomically as write; import pathlib; "
+    program += "write(pathlib.Path('tokenizer.json'), '\\u0120the')"
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = {**os.environ, **ascii_only, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "tokenizer.json").read_bytes() == "\u0120the".encode()
