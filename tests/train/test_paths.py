@@ -84,6 +84,18 @@ def test_a_complete_cache_of_another_user_is_read_without_its_lock(config, monke
         open_corpus(config.data)
 
 
+def test_a_cache_that_cannot_be_searched_is_named(config, monkeypatch):
+    """Path.exists raises for a folder of another user that others may not search."""
+
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: .* read \(Permission") as raised:
+        open_corpus(config.data)
+    assert not raised.value.found_by_all  # a process that alone has the error prints it
+
+
 def test_a_cache_that_takes_no_file_is_named(config):
     config.data.cache_dir = READ_ONLY
     with pytest.raises(ConfigError, match=rf"data\.cache_dir: the folder {READ_ONLY} cannot be w"):
@@ -121,6 +133,9 @@ def test_a_run_folder_that_takes_no_file_is_named(config, monkeypatch):
         RunFolder(config).make()
     error = OSError(28, "No space left on device")
     assert explain(error, config).endswith("writable, or choose another run.dir")
+    for path, own in ((f"{READ_ONLY}/metrics.jsonl", True), ("/dev/shm/x", False)):
+        error = OSError(28, "No space left on device", path)
+        assert explain(error, config).endswith("choose another run.dir") == own
 
 
 def test_a_folder_is_made_with_its_parents(tmp_path):

@@ -9,6 +9,7 @@ a token. ``load_corpus`` checks the files against the manifest and the indices a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -83,19 +84,33 @@ def open_corpus(data: DataConfig) -> Corpus:
     files = corpus.all_files(data)
     cache = expand("data.cache_dir", data.cache_dir)
     folder = cache / cache_key(data, files)
-    if not folder.exists():  # a complete one needs no lock, so it may be another user's
+    with _readable(folder):
+        complete = folder.exists()
+    if not complete:  # a complete one needs no lock, so it may be another user's
         _lock_and_build(data, files, folder)
     weights = {source.name: source.weight for source in corpus.sources_of(data)}
-    try:
+    with _readable(folder):
         opened = load_corpus(folder, weights, checksums=data.verify)
-    except OSError as error:
-        raise unusable("data.cache_dir", folder, "read", error) from None
     if os.environ.get("RANK", "0") == "0":
         for line in [*_switched_off(data), *_unusual_lengths(data, opened)]:
             print(line, flush=True)
         if opened.copies:
             print(f"{opened.copies:,} documents are left out: data.validation_path has their text")
     return opened
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Convert an ``OSError`` to the ``ConfigError`` that the cache ``folder`` cannot be read.
+
+    Each process prints its own: one alone may lack memory or file handles.
+    """
+    try:
+        yield
+    except OSError as error:
+        problem = unusable("data.cache_dir", folder, "read", error)
+        problem.found_by_all = False
+        raise problem from None
 
 
 def _switched_off(data: DataConfig) -> list[str]:

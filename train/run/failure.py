@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ringfa3.errors import RingError
 from train.config import LEAST_LOSS_TOKENS, Config
 from train.model.precision import compute_dtype
+from train.paths import expand
 from train.run.held_run import allowed_changes
 
 REFUSED_BY_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
@@ -92,9 +93,17 @@ class FailureReport:
 def explain(error: BaseException, config: Config) -> str:
     """The error in one line; if memory or the disk ran out, with the config values to change."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if isinstance(error, OSError) and error.errno in REFUSED_BY_DISK:
+    if isinstance(error, OSError) and error.errno in REFUSED_BY_DISK and _may_be_of(error, config):
         return f"{text} -- make run.dir={config.run.dir} writable, or choose another run.dir"
     return f"{text} {memory_advice(config)}" if is_out_of_memory(error) else text
+
+
+def _may_be_of(error: OSError, config: Config) -> bool:
+    """Whether the file of the error lies in the run folder. A write to an open file names none."""
+    if error.filename is None:
+        return True
+    folder = expand("run.dir", config.run.dir).absolute()
+    return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
