@@ -102,7 +102,11 @@ def run(config: Config) -> NoReturn:
 
 
 def comparable(config: Config) -> Config:
-    """``config`` with samples of ``verify.seq_len`` tokens and with ``zero_init`` off."""
+    """``config`` with samples of ``verify.seq_len`` tokens and with ``zero_init`` off.
+
+    A CP group has one sample, unless ``train.batch`` or ``train.accumulation`` gives another
+    number: with ``train.batch_tokens`` shorter samples would be more samples.
+    """
     data = config.data
     seq_len = config.verify.seq_len or data.seq_len
     piece_len = None if data.piece_len is None else min(data.piece_len, seq_len)
@@ -110,6 +114,7 @@ def comparable(config: Config) -> Config:
         config,
         model=dataclasses.replace(config.model, zero_init=False),
         data=dataclasses.replace(data, seq_len=seq_len, piece_len=piece_len),
+        train=dataclasses.replace(config.train, batch_tokens=None),
     )
 
 

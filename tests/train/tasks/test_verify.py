@@ -193,3 +193,11 @@ def test_a_job_verifies_itself(pretrain, overrides, tmp_path):
     assert "parallel.cp=2 matches parallel.cp=1" in done.stdout
     assert "gradient norm" in done.stdout
     assert not folder.exists()
+
+
+def test_a_group_has_one_sample_of_any_length(config):
+    """The default batch of 125m would be 2,048 samples of 256 tokens."""
+    config.train.batch_tokens, config.verify.seq_len = 2**19, 256
+    assert comparable(config).accumulation_over(1) == 1
+    config.train.accumulation = 2
+    assert comparable(config).accumulation_over(1) == 2
