@@ -14,7 +14,7 @@ from train.checks.hardware import check_hardware
 from train.checks.model import ROPE_TYPES, check_model
 from train.checks.offload import check_offload
 from train.checks.origin import check_origin
-from train.config import AUTO, CheckpointConfig, Config, ConfigError
+from train.config import AUTO, Config, ConfigError
 from train.extras import installed, remedy
 from train.hf.architecture import hf_folder
 from train.keys import default, get, nearest, schema_keys
@@ -154,7 +154,7 @@ def check(config: Config, world: int) -> None:
         if config.data.tokenizer is None:  # the run trains one with data.vocab_size tokens
             config.model.rows(config.data.vocab_size)
         check_final(config)
-        _check_checkpoint(config.checkpoint)
+        _check_checkpoint(config)
         check_origin(config)
         _check_log(config)
         _check_profile(config, world)
@@ -306,7 +306,8 @@ def _check_profile(config: Config, world: int) -> None:
         )
 
 
-def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+def _check_checkpoint(config: Config) -> None:
+    checkpoint = config.checkpoint
     for key in checkpoint.accept_changes:
         if key not in (keys := schema_keys()):
             raise ConfigError(
@@ -327,6 +328,14 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
             "checkpoint.reset_data=true begins a second stage from another run, and "
             f"checkpoint.resume={checkpoint.resume} names none; give checkpoint.resume=PATH"
         )
+    if checkpoint.reset_data:  # the checkpoints in run.dir would be those of the new run
+        origin = expand("checkpoint.resume", checkpoint.resume).resolve()
+        if origin.is_relative_to(RunFolder(config).path.resolve()):
+            raise ConfigError(
+                f"checkpoint.reset_data=true begins a new run, but checkpoint.resume="
+                f"{checkpoint.resume} lies in its run.dir={config.run.dir}; give the new run "
+                f"another folder, with run.name or run.dir"
+            )
     if checkpoint.init_from is not None and checkpoint.resumes():
         raise ConfigError(
             "checkpoint.resume and checkpoint.init_from both name a folder; the first takes all of "

@@ -127,3 +127,18 @@ def test_a_schedule_that_ends_early_needs_a_rate_after_its_end(config):
     config.train = TrainConfig(steps=300)
     with pytest.raises(ConfigError, match=r"schedule_steps=200: .* is 0 .*schedule_steps=300"):
         check(config, world=1)
+
+
+def test_a_second_stage_needs_a_folder_of_its_own(config):
+    """In the folder of the first, that run would continue instead."""
+    folder = hold_run(config)
+    folder.checkpoints.mkdir(exist_ok=True)
+    config.checkpoint.reset_data = True
+    for origin in (folder.path, folder.checkpoints):
+        config.checkpoint.resume = str(origin)
+        with pytest.raises(
+            ConfigError, match=r"begins a new run, .* lies in its run\.dir=.*run\.name"
+        ):
+            check(config, world=1)
+    config.run.dir += "-2"
+    check(config, world=1)
