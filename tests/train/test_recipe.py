@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from train.config import Config, register_schema
+from train.checks.config import check
+from train.config import Config, ConfigError, register_schema
 from train.recipe import RECIPES, recipe_of
 from train.run.inherit import resolve_inherited
 
@@ -64,3 +65,9 @@ def test_other_shapes_get_the_recipe_of_the_nearest_size():
     assert composed("model=8b", "model.n_layers=2", "model.dim=1024").optim.lr == 6e-4
     assert [recipe_of(n) for n in (0, 10**6, 10**12)] == [RECIPES[0], RECIPES[0], RECIPES[-1]]
     assert list(RECIPES) == sorted(RECIPES)
+
+
+def test_the_remedy_of_a_rate_is_that_of_the_size():
+    """3e-3, the default of the schema, diverges at this size."""
+    with pytest.raises(ConfigError, match=r"the default is optim\.lr=0\.0003"):
+        check(composed("model=1b", "optim.lr=0"), world=1)

@@ -17,8 +17,9 @@ from train.checks.origin import check_origin
 from train.config import AUTO, Config, ConfigError
 from train.extras import installed, remedy
 from train.hf.architecture import hf_folder
-from train.keys import default, get, nearest, schema_keys
+from train.keys import default, get, nearest, schema_keys, to_schema_key
 from train.paths import expand
+from train.recipe import recipe_of
 from train.run.recipe_change import newest_metadata, require_recipe
 from train.run.run_folder import RunFolder
 from train.run.schedule import schedule_length, warmup_steps
@@ -217,6 +218,8 @@ def _check_values(config: Config) -> None:
         value = get(config, key)
         if value is not None and not value > 0:
             usual = default(key)
+            if key == "optim.lr":  # the schema has that of the smallest models
+                usual = recipe_of(config.model.block_parameters()).lr
             usual = "null" if usual is None else usual
             raise ConfigError(f"{key}={value} must be above 0; the default is {key}={usual}")
 
@@ -308,8 +311,9 @@ def _check_profile(config: Config, world: int) -> None:
 
 def _check_checkpoint(config: Config) -> None:
     checkpoint = config.checkpoint
+    keys = schema_keys()
     for key in checkpoint.accept_changes:
-        if key not in (keys := schema_keys()):
+        if to_schema_key(key) not in keys:
             raise ConfigError(
                 f"checkpoint.accept_changes: {key} is no key; nearest valid: "
                 f"checkpoint.accept_changes=[{nearest(key, keys, cutoff=0)}]"

@@ -117,6 +117,8 @@ def test_accepted_settings_continue_and_unknown_ones_are_named(config):
         check(config, world=1)
     config.checkpoint.accept_changes = ["optim.lr"]
     check(config, world=1)
+    config.checkpoint.accept_changes = ["optim.lr", "data.sources.web.path"]
+    check(config, world=1)
     config.checkpoint.accept_changes = ["lr"]
     with pytest.raises(ConfigError, match=r"nearest valid: .*accept_changes=\[optim\.lr\]"):
         check(config, world=1)
