@@ -133,7 +133,7 @@ def test_a_run_folder_that_takes_no_file_is_named(config, monkeypatch):
         RunFolder(config).make()
     error = OSError(28, "No space left on device")
     assert explain(error, config).endswith("writable, or choose another run.dir")
-    for path, own in ((f"{READ_ONLY}/metrics.jsonl", True), ("/dev/shm/x", False)):
+    for path, own in ((f"{READ_ONLY}/metrics.jsonl", True), (7, True), ("/dev/shm/x", False)):
         error = OSError(28, "No space left on device", path)
         assert explain(error, config).endswith("choose another run.dir") == own
 

@@ -99,8 +99,9 @@ def explain(error: BaseException, config: Config) -> str:
 
 
 def _may_be_of(error: OSError, config: Config) -> bool:
-    """Whether the file of the error lies in the run folder. A write to an open file names none."""
-    if error.filename is None:
+    """Whether the file of the error may lie in the run folder: an error of an open file names none,
+    or a descriptor."""
+    if error.filename is None or isinstance(error.filename, int):
         return True
     folder = expand("run.dir", config.run.dir).absolute()
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder)
