@@ -4,24 +4,35 @@
 
 It accepts the settings of train/pretrain.py, and always sets model.attention_precision=fp8 and
 parallel.cp=1. The kernel is that of `precision="fp8"`; its operands are neither rotated nor
-centred. It needs one Hopper GPU. CUDA starts before the trainer blocks signals, so a stop may not
-save a checkpoint.
+centred. Its backward is that of bfloat16, with its LSE. It needs one Hopper GPU. CUDA starts before
+the trainer blocks signals, so a stop may not save a checkpoint.
 """
 
 from __future__ import annotations
 
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from ringfa3 import functional  # noqa: E402
 from ringfa3.bench.fp8 import designs, kernels  # noqa: E402
 from ringfa3.functional import flash_attn_func  # noqa: E402
 from ringfa3.kernels.quantised import QuantisedKernel  # noqa: E402
+
+
+def native_backward(
+    backward: partial[tuple[torch.Tensor, ...]], *inputs: Any
+) -> tuple[torch.Tensor, ...]:
+    """In place of `straight_through`, whose operands are those of RingFA3's own forward."""
+    plan, scale, deterministic, _ = backward.args
+    return functional._backward(plan, scale, deterministic, "native", *inputs[:8])
 
 
 def check() -> None:
@@ -39,6 +50,7 @@ def check() -> None:
 
 if __name__ == "__main__":
     QuantisedKernel.quantise = kernels.per_tensor
+    functional.straight_through = native_backward
     check()
     sys.argv[0] = str(ROOT / "train" / "pretrain.py")
     sys.argv += ["model.attention_precision=fp8", "parallel.cp=1"]

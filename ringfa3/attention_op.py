@@ -18,6 +18,7 @@ from ringfa3.custom_op import (
     register_fake,
 )
 from ringfa3.kernels.reference import accum_dtype
+from ringfa3.validation import PRECISIONS
 
 SINK = 4  # its number in `ctx.needs_input_grad`
 
@@ -31,8 +32,8 @@ def register_attention(
         op: op(q, k, v, sink, *others) gives out, which is (b, s, h, d_v) or (t, h, d_v) for v of
             head dim d_v, and LSE, (b, h, s) or (h, t).
         backward: an op; backward(dout, dlse, q, k, v, out, lse, sink, *tensors, *settings) gives
-            (dq, dk, dv, dsink). dlse may be None. sink is None where it needs no gradient; dsink
-            has shape (0,) and the dtype of lse then.
+            (dq, dk, dv, dsink). dlse may be None. sink is None where it needs no gradient and dq
+            does not depend on it; dsink has shape (0,) and the dtype of lse then.
         split: split(ctx, *others) gives (tensors, settings) for `backward`.
     """
 
@@ -61,11 +62,12 @@ def register_attention(
     ) -> tuple[torch.Tensor, ...]:
         sink, q, k, v, out, lse, *tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        needed = sink if ctx.needs_input_grad[SINK] else None
+        in_8_bits = any(x in PRECISIONS[1:] for x in ctx.settings)
+        needed = sink if ctx.needs_input_grad[SINK] or in_8_bits else None
         grads: tuple[torch.Tensor, ...] = backward(
             dout, dlse, q, k, v, out, lse, needed, *tensors, *ctx.settings
         )
-        return grads if needed is not None else grads[:3]
+        return grads if ctx.needs_input_grad[SINK] else grads[:3]
 
     register_autograd(op, save, gradients)
     differentiable_once(backward, op)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from ringfa3.kernels.sinks import apply_sink
 from ringfa3.keywords import check_call, hides_positional
 from ringfa3.planning.context_plan import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
+from ringfa3.quantisation.key_tiles import KeyTiles
+from ringfa3.straight_through import straight_through
 from ringfa3.tensor_cache import TensorCache
 from ringfa3.validation import (
     Window,
@@ -79,7 +81,7 @@ def flash_attn_func(
         return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
         precision: "native" computes in the dtype of q. "fp8" rounds Q, K, V and P to E4M3, "int8"
             Q and K to int8, as `ringfa3.quantisation` does; d = d_v = 64, 128 or 256, not float64.
-            Gradients are those of "native", from the LSE of this precision.
+            Gradients are those of the rounded function: rounding counts as the identity.
         sink: (h,) float32 (float64 for float64 inputs), a logit a head that takes part in the
             softmax of every row and has no value; differentiable. It counts in LSE.
         neutral: other keywords of FlashAttention 2, 3 and 4, at values that ask for nothing:
@@ -301,27 +303,55 @@ def attention_backward(
     left: int,
     right: int,
     deterministic: bool,
+    precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsink) in the dtypes of q, k, v, lse, from the gradients of out and lse.
 
-    Without a sink, or where it needs no gradient, sink is None and dsink has shape (0,).
+    Without a sink dsink has shape (0,).
     """
     deterministic = is_deterministic(deterministic)
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
     if q.dim() == 4:
         lse, dlse = lse_by_head(lse), None if dlse is None else lse_by_head(dlse)
-    qp, kp, vp, dp, op = (packed(x) for x in (q, k, v, dout, out))
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    rows = packed(dout), dlse, packed(q), packed(k), packed(v), packed(out), lse, sink
+    backward = partial(_backward, plan, scale, deterministic, precision)
     with torch.autocast(q.device.type, enabled=False):
-        kernel = select_backward(qp)
-        tiling = plan.backward(kernel.tile_n, kernel.tile_m, deterministic)[0]
-        backward = kernel.make_pass(dp, dlse, qp, op, lse, plan, scale, deterministic, sink)
-        backward.hop(kp, vp, tiling, packed(dk), packed(dv))
-    return backward.dq().view(q.shape), dk, dv, backward.dsink()
+        if precision == "native":
+            grads = backward(*rows)
+        else:
+            kernel = select_quantised(rows[2], precision)
+            centres = kernel.centres([kernel.statistics(*rows[3:5])])
+            tiles = KeyTiles.of(plan, plan.keys)
+            grads = straight_through(backward, *rows, scale, kernel, tiles, centres)
+    dq, dk, dv = (x.view(y.shape) for x, y in zip(grads[:3], (q, k, v), strict=True))
+    return dq, dk, dv, lse.new_empty((0,)) if sink is None else grads[3]
+
+
+def _backward(
+    plan: Plan,
+    scale: float,
+    deterministic: bool,
+    precision: str,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv), and dsink for a sink; of packed tensors."""
+    kernel = select_backward(q, precision)
+    tiling = plan.backward(kernel.tile_n, kernel.tile_m, deterministic)[0]
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    backward = kernel.make_pass(dout, dlse, q, out, lse, plan, scale, deterministic, sink)
+    backward.hop(k, v, tiling, dk, dv)
+    return backward.dq(), dk, dv, *(() if sink is None else (backward.dsink(),))
 
 
 register_attention(
     attention,
     attention_backward,
-    lambda ctx, cu_q, cu_k, *settings: ((cu_q, cu_k), settings[:-1]),  # less the precision
+    lambda ctx, cu_q, cu_k, *settings: ((cu_q, cu_k), settings),
 )

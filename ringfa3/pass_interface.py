@@ -96,9 +96,11 @@ class RingPass(Protocol):
     """One rank's forward or backward pass over the ring, over any transport.
 
     recording  to be entered by a call that `replay` has not run
+    precision  of the call
     """
 
     recording: Recording
+    precision: str
 
     def replay(
         self, k: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], settings: Hashable
@@ -138,6 +140,7 @@ class LocalPass:
     kernel rounds."""
 
     grads: tuple[torch.Tensor, torch.Tensor]
+    precision = "native"
 
     def __init__(self, plan: ContextPlan, pass_type: str) -> None:
         """pass_type: "forward" or "backward"."""

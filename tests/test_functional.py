@@ -246,17 +246,17 @@ def test_dynamic_shapes_compile_once() -> None:
 
 def test_opcheck() -> None:
     """Schema, fake implementation, autograd registration and AOT dispatch of both ops."""
-    settings = (0.5, -1, 0, True)
+    settings = (0.5, -1, 0, True, "native")
     inputs = dense_inputs(2, 9, 9)
     op = torch.ops.ringfa3.attention.default
-    torch.library.opcheck(op, (*inputs, None, None, None, *settings, "native"))
+    torch.library.opcheck(op, (*inputs, None, None, None, *settings))
     packed = [x[0].detach().requires_grad_() for x in inputs]
     cu = torch.tensor([0, 3, 9])
     sink = torch.randn(packed[0].shape[1], dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(op, (*packed, sink, cu, cu, *settings, "native"))
+    torch.library.opcheck(op, (*packed, sink, cu, cu, *settings))
     for x, s, c in ((inputs, None, None), (packed, sink.detach(), cu)):
         q, k, v = (y.detach() for y in x)
-        out, lse = functional.attention(q, k, v, s, c, c, *settings, "native")
+        out, lse = functional.attention(q, k, v, s, c, c, *settings)
         args = (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, s, c, c, *settings)
         torch.library.opcheck(torch.ops.ringfa3.attention_backward.default, args)
 

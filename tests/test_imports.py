@@ -27,6 +27,7 @@ ORDER = [
     "build",
     "kernels",
     "attention_op",
+    "straight_through",
     "host",
     "symmetric",
     "ring",

@@ -45,13 +45,14 @@ CUTE_DEVICE auto statistic_operand(SplitStatistic (&rows)[Stages][Shapes::M], in
       make_tensor(make_smem_ptr(at), typename Shapes::template SmemStatistic<Stages>{}));
 }
 
-// A operand of a product with ones, (64, 16): three columns of ones, then zeros. Each use makes it
-// anew, in registers that are free there.
+// A operand of a product with ones, (64, 16): three columns of ones, or of another bfloat16 number,
+// then zeros. Each use makes it anew, in registers that are free there.
 struct Ones {
   Tensor<ArrayEngine<bfloat16_t, 8>, Layout<Shape<Shape<_2, _2, _2>, _1, _1>>> words;
-  CUTE_DEVICE explicit Ones(int lane) {
+  CUTE_DEVICE explicit Ones(int lane, float value = 1.f) {
     int const pair = lane % 4;  // of the thread: columns 2 pair, 2 pair + 1, and 8 columns later
-    uint32_t first = pair == 0 ? 0x3f803f80u : pair == 1 ? 0x3f80u : 0u, second = 0;
+    uint32_t const upper = __float_as_uint(value), one = upper >> 16;
+    uint32_t first = pair == 0 ? upper | one : pair == 1 ? one : 0u, second = 0;
     asm volatile("" : "+r"(first), "+r"(second));  // not kept between two products
     auto* const to = reinterpret_cast<uint32_t*>(raw_pointer_cast(words.data()));
     to[0] = to[1] = first, to[2] = to[3] = second;
@@ -74,8 +75,27 @@ struct RowValues {
   }
 };
 
+// The factor of a work item's keys: K of dequantised operands has it after its last column.
+template <class Shapes>
+CUTE_DEVICE KeyFactor key_factor(BackwardArgs const& a, KeyWorkItem const& work) {
+  auto const* const row = static_cast<typename Shapes::Element const*>(a.k.data) +
+                          work.unit.row0 * a.k.token_stride + work.kv_head * a.k.head_stride;
+  float const factor = static_cast<float>(row[Shapes::D]), inverse = 1.f / factor;
+  auto const uniform = [](float x) { return __shfl_sync(0xffffffff, x, 0); };
+  return {uniform(factor), uniform(inverse), uniform(a.softmax_scale * kLog2e * inverse)};
+}
+
+// exp2(x), at most 1 with dequantised operands. NaN stays.
+template <class Shapes>
+CUTE_DEVICE float probability(float x) {
+  if constexpr (Shapes::Dequantised) {
+    asm("min.ftz.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(0.f));
+  }
+  return exp2f(x);
+}
+
 // S^T becomes P^T = exp2(scale * S^T - LSE).
-template <int M, class Scores>
+template <class Shapes, int M, class Scores>
 CUTE_DEVICE void compute_p(Scores& s, RowValues<M> const& lse, float scale_log2) {
   CUTE_UNROLL
   for (int j = 0; j < M / 8; ++j) {
@@ -84,7 +104,8 @@ CUTE_DEVICE void compute_p(Scores& s, RowValues<M> const& lse, float scale_log2)
     for (int r = 0; r < 2; ++r) {
       float& x = s(4 * j + 2 * r);
       float& y = s(4 * j + 2 * r + 1);
-      x = exp2f(x * scale_log2 - at.x), y = exp2f(y * scale_log2 - at.y);
+      x = probability<Shapes>(x * scale_log2 - at.x);
+      y = probability<Shapes>(y * scale_log2 - at.y);
     }
   }
 }
@@ -200,7 +221,8 @@ CUTE_DEVICE void store_ds(Operand const& ds, Element* to) {
 //                              returns the number of the block after its last
 //   store_sums(unit, kv_head)  stores them
 template <class Shapes, class Consumer>
-CUTE_DEVICE void run_work_items(typename Shapes::SharedStorage& smem, Consumer& consumer) {
+CUTE_DEVICE void run_work_items(BackwardArgs const& a, typename Shapes::SharedStorage& smem,
+                                Consumer& consumer) {
   int const lane = threadIdx.x % kWarp;
   uint32_t units = 0, blocks = 0;
   while (true) {
@@ -209,6 +231,7 @@ CUTE_DEVICE void run_work_items(typename Shapes::SharedStorage& smem, Consumer& 
     KeyWorkItem const& work = smem.work[work_stage.index()];
     if (work.kv_head < 0) return;
     consumer.clear_sums();
+    if constexpr (Shapes::Dequantised) consumer.keys = key_factor<Shapes>(a, work);
     smem.k_full.wait(PipelineState<1>{units}.phase());
     if (work.unit.rows < Shapes::TileN) zero_tail_keys<Shapes>(smem, work.unit);
     blocks = consumer.run_unit(units++, blocks);

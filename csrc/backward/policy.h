@@ -3,6 +3,10 @@
 
 namespace ringfa3 {
 
+// Q, K and V as the caller gives them, or as an 8-bit forward has rounded them: see
+// `BackwardShapes`.
+enum class BackwardOperands { Native, Dequantised };
+
 // role_split     a pair of CTAs shares a tile of 128 keys, of which each has 64. One of its
 //                warpgroups computes P and dV, the other dS and dK. Otherwise a CTA has the whole
 //                tile, and each of its warpgroups 64 keys.

@@ -61,9 +61,20 @@ struct PairStorage {
 
 struct NoPairStorage {};
 
-template <class Element_, int HeadDim_, int TileM_, int TileN_>
+// Of a work unit's keys: with dequantised operands their factor, its inverse, and the scale of
+// scores in log2 units, with the inverse. Uniform, so that no thread needs a register for them.
+struct KeyFactor {
+  float factor, inverse, scale_log2;
+};
+
+// `Dequantised_`: of an 8-bit forward's own operands. The numbers of K are those of 8 bits, and the
+// column after the last of K has the factor 1 / scale of its tile, which is a bfloat16 number.
+// Products with K are divided by it. P is at most 1: scores here have more bits than those that the
+// forward has summed, so LSE may lie below a score.
+template <class Element_, int HeadDim_, int TileM_, int TileN_, bool Dequantised_ = false>
 struct BackwardShapes {
   using Element = Element_;
+  static constexpr bool Dequantised = Dequantised_;
   static constexpr int D = HeadDim_;
   static constexpr int M = TileM_;
   static constexpr BackwardPolicy kPolicy = kBackwardPolicy<D>;

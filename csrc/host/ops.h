@@ -30,7 +30,7 @@ using Forward = Outputs(Tensor const&, Tensor const&, Tensor const&, MaybeTensor
 using Backward = Grads(Tensor const&, MaybeTensor const&, Tensor const&, Tensor const&,
                        Tensor const&, Tensor const&, Tensor const&, MaybeTensor const&,
                        MaybeTensor const&, MaybeTensor const&, double, c10::SymInt, c10::SymInt,
-                       bool);
+                       bool, std::string_view);
 
 // Of tensors that are nothing but strided.
 constexpr DispatchKeySet kPlainOnCuda({DispatchKey::CUDA, DispatchKey::AutogradCUDA,
@@ -170,17 +170,20 @@ inline Grads attention_backward(Tensor const& dout, MaybeTensor const& dlse, Ten
                                 Tensor const& k, Tensor const& v, Tensor const& out,
                                 Tensor const& lse, MaybeTensor const& sink, MaybeTensor const& cu_q,
                                 MaybeTensor const& cu_k, double scale, c10::SymInt left,
-                                c10::SymInt right, bool deterministic) {
+                                c10::SymInt right, bool deterministic, std::string_view precision) {
+  auto const python = [&] {
+    return backward_op().redispatch(by_python(), dout, dlse, q, k, v, out, lse, sink, cu_q, cu_k,
+                                    scale, left, right, deterministic, precision);
+  };
+  if (precision != "native") {
+    ++host().counts.python;
+    return python();
+  }
   c10::DeviceGuard const device(q.device());
   Tensor const &dlse_of = tensor_of(dlse), &sink_of = tensor_of(sink);
   Lookup found(1, {&dout, &dlse_of, &q, &k, &v, &out, &lse, &sink_of}, cu_q, cu_k, scale, left,
                right, deterministic);
-  if (!found.program) {
-    return found.otherwise([&] {
-      return backward_op().redispatch(by_python(), dout, dlse, q, k, v, out, lse, sink, cu_q, cu_k,
-                                      scale, left, right, deterministic);
-    });
-  }
+  if (!found.program) return found.otherwise(python);
   Tensors grads = found.replay("attention_backward", {dout, dlse_of, q, k, v, out, lse, sink_of});
   if (!sink_of.defined()) grads.push_back(at::empty({0}, lse.options()));
   return {std::move(grads[0]), std::move(grads[1]), std::move(grads[2]), std::move(grads[3])};
@@ -204,13 +207,14 @@ struct AttentionArguments {
   void save(Saved& saved) const {
     saved["scale"] = scale;
     saved["settings"] = std::vector<int64_t>{left, right, int64_t{deterministic}};
+    saved["precision"] = std::string(precision);
   }
   static Grads backward(Tensor const& dout, MaybeTensor const& dlse, variable_list const& x,
                         Saved& saved) {
     auto const settings = saved["settings"].toIntVector();
     return backward_op().call(dout, dlse, x[0], x[1], x[2], x[3], x[4], std::nullopt, given(x[5]),
                               given(x[6]), saved["scale"].toDouble(), settings[0], settings[1],
-                              settings[2] != 0);
+                              settings[2] != 0, saved["precision"].toStringView());
   }
 };
 

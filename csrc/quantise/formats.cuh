@@ -18,6 +18,8 @@ struct E4M3 {
   static constexpr float kLargest = 448.f;
   static constexpr float kLost = NAN;  // a number of a row that is not finite
   static constexpr bool kNanInScale = false;
+  static constexpr float kLargestOfRow = kLargest;
+  static constexpr int kRowBits = 4;  // of the scale of a row of Q
 
   // Four numbers times a factor, to the nearest, ties to even; what exceeds the range saturates.
   static CUTE_DEVICE uint32_t pack(float const* x, float factor) {
@@ -27,6 +29,9 @@ struct E4M3 {
     auto const four = cutlass::NumericArrayConverter<cutlass::float_e4m3_t, float, 4>{}(scaled);
     return reinterpret_cast<uint32_t const&>(four);
   }
+  static CUTE_DEVICE uint32_t pack_row(float const* x, float factor, float) {
+    return pack(x, factor);
+  }
 };
 
 // int8 has no NaN: a key that is not finite makes the scale of its tile NaN.
@@ -34,12 +39,31 @@ struct Int8 {
   static constexpr float kLargest = 127.f;
   static constexpr float kLost = 0.f;
   static constexpr bool kNanInScale = true;
+  static constexpr float kLargestOfRow = 126.f;
+  static constexpr int kRowBits = 2;  // of the scale of a row of Q
 
   // As above, for products within +-127.5. The sum with 1.5 * 2^23 has the integer in its low bits.
   static CUTE_DEVICE uint32_t pack(float const* x, float factor) {
     uint32_t bits[4];
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) bits[i] = __float_as_uint(__fmaf_rn(x[i], factor, 0x1.8p23f));
+    return low_bytes(bits);
+  }
+
+  // Of a row of Q: numbers above `even_from` in magnitude become even, see `Format.round_row`.
+  static CUTE_DEVICE uint32_t pack_row(float const* x, float factor, float even_from) {
+    uint32_t bits[4];
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      uint32_t const any = __float_as_uint(__fmaf_rn(x[i], factor, 0x1.8p23f));
+      uint32_t const half = __float_as_uint(__fmaf_rn(x[i], factor * 0.5f, 0x1.8p23f));
+      bits[i] = fabsf(x[i]) > even_from ? half << 1 : any;
+    }
+    return low_bytes(bits);
+  }
+
+  // The low bytes of four words.
+  static CUTE_DEVICE uint32_t low_bytes(uint32_t const (&bits)[4]) {
     return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040),
                        0x5410);
   }
@@ -56,6 +80,26 @@ CUTE_DEVICE float max_or_nan(float a, float b) {
 template <class Format>
 CUTE_DEVICE float scale_of(float amax, float least = kLeastScale) {
   return max_or_nan(__fdiv_rn(amax, Format::kLargest), least);
+}
+
+// The scale of a row of Q, see `Format.row_scale`. NaN stays.
+template <class Format>
+CUTE_DEVICE float row_scale(float amax) {
+  constexpr uint32_t kCut = (1u << (24 - Format::kRowBits)) - 1;
+  float const scale = max_or_nan(__fdiv_rn(amax, Format::kLargestOfRow), kLeastScale);
+  uint32_t const bits = (__float_as_uint(scale) + kCut) & ~kCut;
+  return scale != scale ? scale : __uint_as_float(bits);
+}
+
+// The factor of a tile of K, 1 over its scale, see `Format.tile_scale`. NaN stays.
+template <class Format>
+CUTE_DEVICE float tile_factor(float amax) {
+  uint32_t const bits = __float_as_uint(__fdiv_rn(Format::kLargest, amax)) & 0xffff0000;
+  float factor;
+  asm("min.ftz.NaN.f32 %0, %1, %2;"
+      : "=f"(factor)
+      : "f"(__uint_as_float(bits)), "f"(1 / kLeastScale));
+  return factor;
 }
 
 }  // namespace ringfa3

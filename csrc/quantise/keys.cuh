@@ -79,12 +79,13 @@ __global__ void __launch_bounds__(KeyShapes<S>::Threads, KeyShapes<S>::Ctas)
     __syncthreads();
     CUTE_UNROLL
     for (int i = 0; i < Shapes::Warps; ++i) amax = max_or_nan(amax, smem.warp_amax[parity][i]);
-    float const scale = scale_of<Format>(amax * S::kNorm);
-    float const factor = amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
+    float const inverse = tile_factor<Format>(amax * S::kNorm);
+    float const factor = amax != amax ? 0.f : S::kNorm * inverse;
     int64_t const token = int64_t{tile.row0} + warp * S::Rows;
-    stages.template store<Format>(
-        y, factor, static_cast<uint8_t*>(a.k_values) + (token * heads + head) * D, heads * D, rows);
-    if (threadIdx.x == 0) a.k_scale[int64_t{head} * tiles + now.rows] = scale;
+    stages.store(
+        y, [&](float const* x) { return Format::pack(x, factor); },
+        static_cast<uint8_t*>(a.k_values) + (token * heads + head) * D, heads * D, rows);
+    if (threadIdx.x == 0) a.k_scale[int64_t{head} * tiles + now.rows] = __frcp_rn(inverse);
     load();
   }
 }

@@ -67,12 +67,16 @@ __global__ void __launch_bounds__(kQueryThreads, kQueryCtas)
     float const amax = stages.template rotate_row<Format>(y, NoCentre{}, part_signs, add);
     CUTE_UNROLL
     for (int i = S::Rows; i < kWarp; i *= 2) offset += __shfl_xor_sync(0xffffffff, offset, i);
-    float const scale = scale_of<Format>(amax * S::kNorm);
+    float const scale = row_scale<Format>(amax * S::kNorm);
     // Int8 numbers of a row that is not finite are 0; its scale is NaN.
     float const factor = Format::kNanInScale && amax != amax ? 0.f : __fdiv_rn(S::kNorm, scale);
-    stages.template store<Format>(y, factor,
-                                  static_cast<uint8_t*>(a.values) + (first * heads + head) * D,
-                                  heads * D, static_cast<int>(a.q.tokens - first));
+    // 3 times a power of two: 3 times an odd number above 85 has 9 bits.
+    bool const threefold = __float_as_uint(scale) & 0x7fffff;
+    float const even_from = threefold ? __fdiv_rn(85.5f, factor) : INFINITY;
+    stages.store(
+        y, [&](float const* x) { return Format::pack_row(x, factor, even_from); },
+        static_cast<uint8_t*>(a.values) + (first * heads + head) * D, heads * D,
+        static_cast<int>(a.q.tokens - first));
     load();
     if (S::part(lane) == 0 && token < a.q.tokens) {
       a.scale[head * a.q.tokens + token] = scale;

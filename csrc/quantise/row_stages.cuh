@@ -156,18 +156,17 @@ class RowStages {
     return finite ? amax : NAN;
   }
 
-  // Stores the lane's numbers times its row's factor as bytes to `to`, where rows lie `stride`
-  // bytes apart: of rows [0, rows).
-  template <class Format>
-  CUTE_DEVICE void store(float const (&y)[S::Numbers], float factor, uint8_t* to, int64_t stride,
-                         int rows) {
+  // Stores the lane's numbers as bytes, of which `pack` makes four at a time, to `to`, where rows
+  // lie `stride` bytes apart: of rows [0, rows).
+  template <class Pack>
+  CUTE_DEVICE void store(float const (&y)[S::Numbers], Pack const& pack, uint8_t* to,
+                         int64_t stride, int rows) {
     __syncwarp();  // all lanes have read the box
     CUTE_UNROLL
     for (int n = 0; n < 4; ++n) {
       float const* const x = y + 16 * n;
       store_unit((bytes_ ^ n << 4) + box(),
-                 make_uint4(Format::pack(x, factor), Format::pack(x + 4, factor),
-                            Format::pack(x + 8, factor), Format::pack(x + 12, factor)));
+                 make_uint4(pack(x), pack(x + 4), pack(x + 8), pack(x + 12)));
     }
     __syncwarp();
     int const own = lane_ / kUnits;

@@ -11,7 +11,8 @@ from ringfa3.errors import BuildError
 
 ELEMENTS = {"bfloat16": "cutlass::bfloat16_t", "float16": "cutlass::half_t"}
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
-PRECISIONS = {"native": "Native", "fp8": "Fp8", "int8": "Int8"}  # values of csrc/forward/policy.h
+# Values of csrc/forward/policy.h and, for a backward, of csrc/backward/policy.h.
+PRECISIONS = {"native": "Native", "fp8": "Fp8", "int8": "Int8", "dequantised": "Dequantised"}
 
 
 class Variant(NamedTuple):
@@ -44,7 +45,8 @@ class Unit:
     tile_m     query rows: of a tile forward, of a block backward, with one scale in 8 bits
     tile_n     keys: of a block forward, of a tile backward, with one scale in 8 bits
     variant    one of `VARIANTS` or `FP8_VARIANTS`; empty for the product
-    precision  of a forward, a key of `PRECISIONS`
+    precision  of a forward; of a backward "native", or "dequantised" for that of 8-bit forwards:
+               a key of `PRECISIONS`
     short      has fewer query rows a tile than the other unit of its direction, dtype and head dim
     """
 
@@ -98,6 +100,9 @@ SHAPES = (  # (direction, precisions, head_dim, tile_m, tile_n)
     ("backward", ("native",), 64, 128, 128),
     ("backward", ("native",), 128, 64, 128),
     ("backward", ("native",), 256, 64, 128),
+    ("backward", ("dequantised",), 64, 128, 128),
+    ("backward", ("dequantised",), 128, 64, 128),
+    ("backward", ("dequantised",), 256, 64, 128),
     ("quantise", ("native",), 64, 1, 128),
     ("quantise", ("native",), 128, 1, 128),
     ("quantise", ("native",), 256, 1, 128),
@@ -109,6 +114,7 @@ UNITS = tuple(
     for shapes, short in ((SHAPES, False), (SHORT_SHAPES, True))
     for direction, precisions, head_dim, tile_m, tile_n in shapes
     for precision in precisions
+    if (precision, dtype) != ("dequantised", "float16")  # fp16 calls have bf16 operands then
 )
 
 

@@ -86,6 +86,7 @@ def padded_attention_backward(
         left=left,
         right=right,
         deterministic=deterministic,
+        precision="native",
     )
     if documents is None:
         return differentiate(dout, dlse, q, k, v, out, lse, sink, None, None)

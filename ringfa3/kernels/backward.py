@@ -257,6 +257,23 @@ class BackwardPass:
         return self._dsink.sum(1)
 
 
+class DequantisedBackwardPass(BackwardPass):
+    """`reference.DequantisedBackwardPass` on the GPU, at the head dims of units."""
+
+    def hop(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiling: Tiling,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        first_head: int = 0,
+        num_heads: int | None = None,
+    ) -> None:
+        k, v, dk, dv = (x[..., : self.unit.head_dim] for x in (k, v, dk, dv))
+        super().hop(k, v, tiling, dk, dv, first_head, num_heads)  # the factors stay after K
+
+
 def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     """x (h, t), or a copy in which the rows of a head are contiguous."""
     return x if x.stride(1) == 1 else x.contiguous()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from ringfa3.kernels import backward, forward, local_kv, quantised, quantised_reference, reference
+from ringfa3.quantisation.dequantised import FACTOR_COLUMNS, operand_dtype
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.validation import HEAD_DIM_STEP
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs w
     from ringfa3.planning.tiling import Plan, Tiling
     from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
     from ringfa3.quantisation.key_tiles import KeyTiles
-    from ringfa3.quantisation.operands import QuantisedQ
+    from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ
     from ringfa3.quantisation.tile_records import TileRecords
 
 
@@ -75,6 +76,11 @@ class QuantisedForward(Protocol):
         self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
     ) -> TileRecords:
         """The tiles of k, v (n, hk, d), as `operands.quantise_kv`."""
+
+    def rounded_kv(
+        self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
+    ) -> QuantisedKV:
+        """The operands of `quantise_kv`, in the order of the rows of k, v (n, hk, d)."""
 
     def keys(self, records: TileRecords, centres: KVCentres) -> Any:
         """K/V for `attend`, whose tiles lie `KEY_TILE` rows apart."""
@@ -158,20 +164,35 @@ def select_quantised(q: torch.Tensor, precision: str) -> QuantisedForward:
     return quantised.QuantisedKernel(unit, quantiser, formats)
 
 
-def select_backward(q: torch.Tensor) -> BackwardKernel:
-    """As `select_forward`, for the backward."""
-    unit = _select_unit("backward", q)
+def select_backward(q: torch.Tensor, precision: str = "native") -> BackwardKernel:
+    """As `select_forward`, for the backward of a call with a precision."""
+    native = precision == "native"
+    unit = _select_unit("backward", q, "native" if native else "dequantised")
     if unit is None:
-        return BackwardKernel(reference.TILE_N, reference.TILE_M, reference.BackwardPass)
-    return BackwardKernel(unit.tile_n, unit.tile_m, partial(backward.BackwardPass, unit))
+        fallback = reference.BackwardPass if native else reference.DequantisedBackwardPass
+        return BackwardKernel(reference.TILE_N, reference.TILE_M, fallback)
+    kernel = backward.BackwardPass if native else backward.DequantisedBackwardPass
+    return BackwardKernel(unit.tile_n, unit.tile_m, partial(kernel, unit))
 
 
-def select_local_kv(direction: str, k: torch.Tensor, plan: ContextPlan) -> local_kv.LocalKV:
-    """What moves a rank's local K/V in a pass of several ranks, for its K (t, hk, d)."""
-    unit = _select_unit(direction, k)
+def select_local_kv(
+    direction: str, k: torch.Tensor, plan: ContextPlan, precision: str = "native"
+) -> local_kv.LocalKV:
+    """What moves a rank's local K/V in a pass of several ranks, for its K (t, hk, d).
+
+    precision: of the call; a backward in 8 bits has the K of `BackwardInputs`.
+    """
+    unit = _select_unit(direction, *_attended(k, precision))
     if unit is None:
         return local_kv.LocalKVReference(plan, k.device)
     return local_kv.LocalKVKernels(unit, plan)
+
+
+def _attended(k: torch.Tensor, precision: str) -> tuple[torch.Tensor, str]:
+    """K with the head dim of Q, and the precision of the unit that attends to it."""
+    if precision == "native":
+        return k, precision
+    return k[..., :-FACTOR_COLUMNS], "dequantised"
 
 
 def _select_unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
@@ -223,6 +244,8 @@ def narrowest_unit(
     """
     from ringfa3.build.units import UNITS
 
+    if precision == "dequantised":
+        dtype = operand_dtype(dtype)
     wanted = (direction, str(dtype).removeprefix("torch."), precision)
     units = [u for u in UNITS if (u.direction, u.dtype, u.precision) == wanted and not u.short]
     if direction == "quantise" or precision != "native" or head_dim % HEAD_DIM_STEP:

@@ -22,7 +22,7 @@ from ringfa3.planning.tiling import Plan
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import Formats
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
-from ringfa3.quantisation.operands import QuantisedQ
+from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ
 from ringfa3.quantisation.tile_records import TileRecords
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
@@ -112,6 +112,21 @@ class TiledKV:
         """All tiles, to be sent to other ranks."""
         v = self.v if self.v.dim() == 4 else self.tiles.spread(self.v)
         return TileRecords(self.tiles.spread(self.k), v, self.k_scale.t())
+
+    def rows(self, v: torch.Tensor) -> QuantisedKV:
+        """In the order of the rows of v (n, hk, d), the tensor given. Rows of no tile are
+        uninitialised, as in K.
+
+        V in 8 bits is rounded again, since bytes in tiles are slow to gather: a few numbers at ties
+        may be the neighbours of the kernel's.
+        """
+        row, padded = self.tiles.rows(self.k.device)
+        scale = torch.ones_like(self.k[..., 0], dtype=torch.float32)
+        scale[row.rows] = self.k_scale.t()[padded // KEY_TILE]
+        if self.v.dim() == 4:
+            inverse = self.centres.v_scale.reciprocal()
+            v = torch.addcmul(-self.centres.v_mean * inverse, v.float(), inverse).to(self.v.dtype)
+        return QuantisedKV(self.k, scale, v, self.centres)
 
     @classmethod
     def of_records(cls, records: TileRecords, centres: KVCentres) -> TiledKV:

@@ -20,7 +20,7 @@ from ringfa3.planning.tiling import Plan, Tiling
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import Formats
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
-from ringfa3.quantisation.operands import QuantisedQ
+from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ
 from ringfa3.quantisation.tile_records import TileRecords
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
@@ -76,6 +76,11 @@ class QuantisedKernel:
         self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
     ) -> TileRecords:
         return quantise.quantise_kv(self.quantiser, k, v, tiles, centres, self.formats).records()
+
+    def rounded_kv(
+        self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
+    ) -> QuantisedKV:
+        return quantise.quantise_kv(self.quantiser, k, v, tiles, centres, self.formats).rows(v)
 
 
 def attend(

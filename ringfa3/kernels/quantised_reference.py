@@ -67,6 +67,11 @@ class QuantisedReference:
         scale = tiles.spread(kv.k_scale.unsqueeze(-1))[:, 0, :, 0]
         return TileRecords(tiles.spread(kv.k), tiles.spread(kv.v), scale)
 
+    def rounded_kv(
+        self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
+    ) -> QuantisedKV:
+        return operands.quantise_kv(k, v, tiles.keys, centres, self._formats)
+
     def keys(self, records: TileRecords, centres: KVCentres) -> QuantisedKV:
         scale = records.k_scale.repeat_interleave(KEY_TILE, 0)
         return QuantisedKV(records.k.flatten(0, 1), scale, records.v.flatten(0, 1), centres)

@@ -12,6 +12,7 @@ Shapes: t query rows, n key rows of a hop; h heads, hk KV heads, g = h // hk; d 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -158,6 +159,8 @@ class BackwardPass:
         dlse, lse: (h, t) accumulation dtype, natural logarithm; a dlse of None stands for zeros.
     """
 
+    _most = math.inf  # of P
+
     def __init__(
         self,
         dout: torch.Tensor,
@@ -201,7 +204,7 @@ class BackwardPass:
         if dout.shape[-1] < v.shape[-1]:
             dout = torch.nn.functional.pad(dout, (0, v.shape[-1] - dout.shape[-1]))
         lse, delta = self._lse[heads], self._delta[heads]
-        attend_backward(dout, q, k, v, lse, delta, tiling, self._scale, dq, dk, dv)
+        attend_backward(dout, q, k, v, lse, delta, tiling, self._scale, dq, dk, dv, self._most)
 
     def dq(self) -> torch.Tensor:
         """(t, h, d) in the dtype of q, after the last hop."""
@@ -210,6 +213,35 @@ class BackwardPass:
     def dsink(self) -> torch.Tensor:
         """(h,) in the dtype of LSE, of all rows; (0,) for a pass without a sink."""
         return self._lse.new_empty((0,)) if self._dsink is None else self._dsink
+
+
+class DequantisedBackwardPass(BackwardPass):
+    """As `BackwardPass`, of `quantisation.dequantised.BackwardInputs`.
+
+    K and dK have more columns than Q; the first of them is the factor by which K is divided, of the
+    tile's first row as in the kernel. Where the forward has summed its scores less exactly, LSE may
+    lie below a score: P is at most 1.
+    """
+
+    _most = 1.0
+
+    def hop(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiling: Tiling,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        first_head: int = 0,
+        num_heads: int | None = None,
+    ) -> None:
+        d = self._q.shape[-1]
+        first = torch.zeros(len(k), dtype=torch.int64, device=k.device)
+        for row0, rows in tiling.tiles[["row0", "rows"]].tolist():
+            first[row0 : row0 + rows] = row0
+        k, factor = k[..., :d].float(), k[..., d : d + 1].float()[first]
+        given = k / factor, v[..., :d], tiling, dk[..., :d], dv[..., :d]
+        super().hop(*given, first_head, num_heads)
 
 
 def attend_backward(
@@ -224,6 +256,7 @@ def attend_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    most: float = math.inf,
 ) -> None:
     """One hop of the backward pass.
 
@@ -232,6 +265,7 @@ def attend_backward(
         lse, delta: (h, t) from `preprocess`, over all hops together.
         dq: (t, h, d) accumulation dtype, added to.
         dk, dv: like k and v, as in `BackwardPass.hop`.
+        most: of P; larger ones become `most`.
     """
     hk = k.shape[1]
     g = q.shape[1] // hk
@@ -249,6 +283,8 @@ def attend_backward(
                 s = (q_block * scale) @ k_tile.mT  # (hk, g * m, rows)
                 apply_mask(s, m, i, j, j + rows, lo, hi)
                 p = s.sub_(lse[:, at].reshape(hk, g * m, 1)).exp_()
+                if most < math.inf:
+                    p.clamp_(max=most)  # NaN stays
                 ds = do_block @ v_tile.mT
                 ds.sub_(delta[:, at].reshape(hk, g * m, 1)).mul_(p)
                 dv_tile.baddbmm_(p.mT, do_block)

@@ -54,6 +54,9 @@ class ContextPlan:
         handle: int that stands for the plan in custom ops, as long as the plan is alive.
     """
 
+    # Attributes that a copy in another process must not have.
+    _LOCAL = ("_bound", "_published", "_grids", "_windows", "_aligned", "_origin", "handle")
+
     def __init__(
         self,
         lengths: Ints,
@@ -64,7 +67,9 @@ class ContextPlan:
         causal: bool,
         window_size: tuple[int, int],
         implicit: bool = False,
+        alignment: int = 1,
     ) -> None:
+        """alignment: as in `plan_ring`; other arguments as in `plan_context`."""
         self.implicit = implicit  # one process, because torch.distributed is not initialised
         self.lengths, self.shards = lengths, shards
         self.rank, self.world, self._group = rank, len(shards), group
@@ -73,14 +78,16 @@ class ContextPlan:
         self.total_tokens = sum(self.tokens_per_rank)
         self.local_tokens = self.tokens_per_rank[rank]
         self._register()
-        self.hops, self.kv_exchange = plan_ring(shards, rank, *self.effective_window)
+        window = self.effective_window
+        self.hops, self.kv_exchange = plan_ring(shards, rank, *window, alignment=alignment)
 
     def _register(self) -> None:
-        """Sets the attributes that a copy in another process must not have."""
+        """Sets the attributes of `_LOCAL`."""
         self._bound: dict[GroupRef, ContextPlan] = {}
         self._published: dict[tuple[torch.device, int], RowIndex] = {}
         self._grids: dict[int, tuple[Plan, KVExchange]] = {}
         self._windows: dict[tuple[int, int], ContextPlan] = {}  # made by `with_window`
+        self._aligned: dict[int, ContextPlan] = {}
         self._origin: ContextPlan | None = None  # the plan whose `with_window` made this one
         self.handle = new_handle(self)
 
@@ -98,8 +105,7 @@ class ContextPlan:
                 "a plan with a ProcessGroup cannot be sent to another process: in a data loader "
                 "make it with group=(rank, world)"
             )
-        process_local = ("_bound", "_published", "_grids", "_windows", "_origin", "handle")
-        return {name: value for name, value in self.__dict__.items() if name not in process_local}
+        return {name: value for name, value in self.__dict__.items() if name not in self._LOCAL}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -150,19 +156,25 @@ class ContextPlan:
         if window == origin.window_size:
             return origin
         if window not in origin._windows:
-            made = ContextPlan(
-                origin.lengths,
-                origin.shards,
-                origin.rank,
-                origin._group,
-                origin.layout,
-                origin.causal,
-                window,
-                origin.implicit,
-            )
+            made = origin._remade(window)
             made._origin = origin
             origin._windows[window] = made
         return origin._windows[window]
+
+    def aligned(self, keys: int) -> ContextPlan:
+        """The plan where each run that ranks exchange begins with a tile of so many keys.
+
+        This plan if all do: only a window to the left lets runs begin inside a segment.
+        """
+        if self.effective_window[0] < 0:
+            return self
+        if keys not in self._aligned:
+            self._aligned[keys] = self._remade(self.window_size, keys)
+        return self._aligned[keys]
+
+    def _remade(self, window: tuple[int, int], alignment: int = 1) -> ContextPlan:
+        given = self.lengths, self.shards, self.rank, self._group, self.layout, self.causal
+        return ContextPlan(*given, window, self.implicit, alignment)
 
     def on_grid(self, keys: int) -> tuple[Plan, KVExchange]:
         """`hops` and `kv_exchange` where ranks exchange whole tiles of so many keys."""
@@ -379,18 +391,7 @@ def _cached_plan(
         )
     window = effective_window(causal, window_size)
     if batch:
-        shards = [_repeat(s, len(lengths)) for s in partition(lengths[:1], world, layout, *window)]
+        shards = [s.repeated(len(lengths)) for s in partition(lengths[:1], world, layout, *window)]
     else:
         shards = partition(lengths, world, layout, *window)
     return ContextPlan(lengths, shards, rank, group, layout, causal, window_size, implicit)
-
-
-def _repeat(s: Segments, times: int) -> Segments:
-    """The segments of one sequence for `times` sequences of the same length."""
-    index = np.repeat(np.arange(times), len(s))
-    return Segments(
-        np.tile(s.row, times) + index * s.tokens,
-        np.tile(s.length, times),
-        index,
-        np.tile(s.position, times),
-    )

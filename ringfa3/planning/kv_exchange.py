@@ -142,13 +142,15 @@ def first_heads(kv_heads: int, tokens: int) -> int:
 
 
 def plan_ring(
-    shards: list[Segments], rank: int, left: int, right: int, grid: int = 1
+    shards: list[Segments], rank: int, left: int, right: int, grid: int = 1, alignment: int = 1
 ) -> tuple[Plan, KVExchange]:
     """Spans and exchange of `rank` where rank o holds shards[o] of self-attending documents.
 
     grid: keys of a tile. Every segment is cut into tiles from its first key on, the last may be
     short. Ranks exchange whole tiles: the exchange's rows are tiles, and tile n of a block has key
     rows [grid * n, grid * (n + 1)) in the plan.
+
+    alignment: every run begins a multiple of so many keys after the first of its segment.
     """
     world = len(shards)
     owner = np.repeat(np.arange(world), [len(s) for s in shards])
@@ -172,7 +174,7 @@ def plan_ring(
     np.maximum.at(end, bands.key[far], np.minimum(nk, nq + bands.hi)[far])
     np.maximum.at(reach, bands.key[far], hop[far])
     first[reach == 0] = 0
-    first -= first % grid
+    first -= first % max(grid, alignment)
     size = -(-(end - first) // grid)
     first_active = np.full(world, world, np.int64)
     np.minimum.at(first_active, owner[bands.key[far]], hop[far])

@@ -51,6 +51,12 @@ class Segments:
     def tokens(self) -> int:
         return int(self.length.sum())
 
+    def repeated(self, times: int) -> Segments:
+        """Those of one sequence, for so many sequences of its length."""
+        index = np.repeat(np.arange(times), len(self))
+        length, position = (np.tile(x, times) for x in (self.length, self.position))
+        return Segments(np.tile(self.row, times) + index * self.tokens, length, index, position)
+
 
 def whole_sequences(lengths: Ints) -> Segments:
     """Every sequence as one segment, packed in order; an empty sequence has no segment."""

@@ -69,8 +69,9 @@ def k_offset(q: torch.Tensor, centres: KVCentres) -> torch.Tensor:
 
 def round_rows(x: torch.Tensor, qk: Format) -> tuple[torch.Tensor, torch.Tensor]:
     """x (t, h, d) rounded with a scale (t, h) for each row, NaN for a row with NaN."""
-    scale = qk.scale(x.abs().amax(-1))
-    return qk.round(x / scale.unsqueeze(-1)), scale
+    scale = qk.row_scale(x.abs().amax(-1))
+    across = scale.unsqueeze(-1)
+    return qk.round_row(x / across, across), scale
 
 
 def quantise_kv(
@@ -102,7 +103,7 @@ def round_tiles(x: torch.Tensor, keys: Segments, qk: Format) -> tuple[torch.Tens
     most = amax.new_zeros(1 + len(tiles), amax.shape[1]).scatter_reduce(
         0, index, amax.where(~lost, 0), "amax"
     )
-    scale = qk.scale(most)
+    scale = qk.tile_scale(most)
     if qk.dtype == torch.int8:
         spoilt = torch.zeros_like(most).scatter_reduce(0, index, lost.float(), "amax") > 0
         scale = scale.masked_fill(spoilt, torch.nan)

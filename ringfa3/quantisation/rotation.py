@@ -6,6 +6,7 @@ An outlier in one channel spreads over all of them, and one scale serves a row.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -46,6 +47,26 @@ def rotate(x: torch.Tensor, centre: torch.Tensor | None = None) -> torch.Tensor:
         y = torch.stack((a + b, a - b), -2).view(x.shape)
         step *= 2
     return torch.where(finite, y * d**-0.5, torch.nan)
+
+
+@lru_cache(None)
+def _inverse(d: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, float]:
+    """(d, d) of one power of two and its negative, and by what to multiply: R^T in two parts.
+
+    Every dtype holds the first part exactly. Sums of products with it stay near the result.
+    """
+    power = 2.0 ** -math.ceil(math.log2(d) / 2)
+    rotation = rotate(torch.eye(d, dtype=torch.float32, device="cpu"))
+    return (rotation.sign() * power).t().contiguous().to(device, dtype), d**-0.5 / power
+
+
+def rotate_back(x: torch.Tensor) -> torch.Tensor:
+    """The inverse of `rotate` without a centre, in the dtype of x (..., d): x R^T, contiguous."""
+    d = x.shape[-1]
+    with torch.inference_mode(False):
+        inverse, scale = _inverse(d, x.dtype, x.device)
+    rows = x.reshape(-1, d)
+    return torch.addmm(rows.new_empty((d,)), rows, inverse, beta=0, alpha=scale).view(x.shape)
 
 
 def _saturated(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ block's owner while the next kernels run: over peers' memory each contribution a
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ from ringfa3.pass_interface import HopTensors, RingPass
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.planning.graph_plan import GraphPlan
 from ringfa3.planning.handles import graph_handle
+from ringfa3.quantisation.key_tiles import KEY_TILE
 from ringfa3.ring import quantised_forward
 from ringfa3.ring.graph_op import graph_ring_attention
 from ringfa3.ring.group import RingGroup
@@ -38,6 +40,7 @@ from ringfa3.ring.prepare_call import (
     raise_on_all_ranks,
 )
 from ringfa3.ring.process_group import is_fake
+from ringfa3.straight_through import straight_through
 from ringfa3.validation import (
     TRANSPORTS,
     check_bool,
@@ -240,8 +243,21 @@ def ring_attention_backward(
     """
     context, deterministic = ContextPlan.from_handle(plan), is_deterministic(deterministic)
     settings = scale, deterministic, precision, transport
-    call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
-    grads = run_backward(dout, dlse, q, k, v, out, lse, scale, deterministic, call, sink)
+    inputs = dout, dlse, q, k, v, out, lse, sink
+    if precision == "native":
+        call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
+        grads = run_backward(*inputs[:7], scale, deterministic, call, sink)
+    else:  # tiles of keys have a factor each, also those that other ranks attend to
+        context = context.aligned(KEY_TILE)
+        call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
+        with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
+            around = quantised_forward.operands(q, k, v, call.plan, precision, call.messages)
+            grads = straight_through(
+                partial(run_backward, scale=scale, deterministic=deterministic, call=call),
+                *inputs,
+                scale,
+                *around,
+            )
     dq, dk, dv, dsink = grads if sink is not None else (*grads, lse.new_empty((0,)))
     return dq, dk, dv, dsink
 
@@ -269,7 +285,7 @@ def run_backward(
     inputs = dout, dlse, q, k, v, out, lse, sink
     with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
         ring_pass = call.ring_pass()
-        replayed = ring_pass.replay(k, inputs, (scale, deterministic))
+        replayed = ring_pass.replay(k, inputs, (scale, deterministic, call.precision))
         if replayed is not None:
             return replayed
         with ring_pass.recording as recording:
@@ -298,7 +314,7 @@ def _backward_hops(
 ) -> BackwardPass:
     """The pass after all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
     dout, dlse, q, k, v, out, lse, sink = inputs
-    kernel = select_backward(q)
+    kernel = select_backward(q, call.precision)
     ring_pass.start(k, _padded_v(v, k, call.plan.world))
     hops = call.hops
     tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)

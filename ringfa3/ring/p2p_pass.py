@@ -22,7 +22,7 @@ from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.ring.p2p import Exchange, Message, Transport
 
-KV, PARTIAL, RETURN = 0, 1, 2  # message tags
+KV, PARTIAL, RETURN, STATISTICS = range(4)  # message tags
 
 Messages: TypeAlias = tuple[list[Message], list[Message]]  # sends and receives; some may be empty
 
@@ -192,6 +192,7 @@ class P2PRingPass:
     """`ringfa3.pass_interface.RingPass` by messages."""
 
     grads: tuple[torch.Tensor, torch.Tensor]
+    precision = "native"
 
     def __init__(self, transport: Transport, plan: ContextPlan, pass_type: str) -> None:
         """pass_type: "forward" or "backward"."""
@@ -203,7 +204,7 @@ class P2PRingPass:
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
-        self._local_kv = select_local_kv(self._pass_type, k, self._plan)
+        self._local_kv = select_local_kv(self._pass_type, k, self._plan, self.precision)
         self._kv = KVBuffers(k, v, self._plan, self._pass_type, self._local_kv)
         self._grads = GradBuffers(k, self._plan) if self._pass_type == "backward" else None
         # No split where rows return earlier: they would be added to heads that are not yet stored.

@@ -23,6 +23,7 @@ from ringfa3.pass_interface import LocalPass, RingPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.planning.unshard import set_agreement
+from ringfa3.quantisation.dequantised import backward_keys
 from ringfa3.ring.connect import connection
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
@@ -104,13 +105,15 @@ class PreparedCall(NamedTuple):
 
     pass_type  "forward", "gathered" or "backward"
     make_pass  make_pass(plan, pass_type): a pass over the call's transport
-    messages   between ranks; None for a world of one rank, and over `symmetric`
+    messages   between ranks; None for a world of one rank, and in "native" over `symmetric`
+    precision  of the call
     """
 
     plan: ContextPlan
     pass_type: str
     make_pass: Callable[[ContextPlan, str], RingPass]
     messages: Transport | None = None
+    precision: str = "native"
 
     @property
     def hops(self) -> Plan:
@@ -118,7 +121,9 @@ class PreparedCall(NamedTuple):
         return self.plan.gathered if self.pass_type == "gathered" else self.plan.hops
 
     def ring_pass(self) -> RingPass:
-        return self.make_pass(self.plan, self.pass_type)
+        made = self.make_pass(self.plan, self.pass_type)
+        made.precision = self.precision
+        return made
 
 
 def pass_type_of(direction: str, forward_mode: str) -> str:
@@ -204,13 +209,13 @@ def prepare_call(
     if plan.world == 1:
         if error is not None:
             raise error
-        return PreparedCall(plan, direction, LocalPass)
+        return PreparedCall(plan, direction, LocalPass, precision=precision)
     assert plan.group is not None
     if is_fake(plan.group):
         if error is not None:
             raise error
         nobody = FakeTransport()
-        return PreparedCall(plan, direction, partial(P2PRingPass, nobody), nobody)
+        return PreparedCall(plan, direction, partial(P2PRingPass, nobody), nobody, precision)
     group = RingGroup.of(plan.group)
     connections = group.connections
     pass_type = pass_type_of(direction, validated.forward_mode)
@@ -220,7 +225,9 @@ def prepare_call(
     if error is None and symmetric:
         error = _device_error(q.device, connections.shared_memory)
     if error is None and symmetric and torch.cuda.is_current_stream_capturing():
-        error = capture_error(connections.shared_memory, BufferSpec(plan, pass_type, k), not first)
+        keys = k if precision == "native" else backward_keys(k)
+        spec = BufferSpec(plan, pass_type, keys)
+        error = capture_error(connections.shared_memory, spec, not first)
         settings, call_settings = _captured(settings), _captured(call_settings)
     try:
         group.agree(settings, error)
@@ -230,7 +237,10 @@ def prepare_call(
         raise
     group.begin(call_settings, group.forward_of(lse))
     make_pass, messages = connection(group, q.device, transport, by_messages)
-    return PreparedCall(plan, direction if messages else pass_type, make_pass, messages)
+    pass_type = direction if messages else pass_type
+    if messages is None and precision != "native":  # statistics go by messages
+        messages = connection(group, q.device, transport, by_messages=True)[1]
+    return PreparedCall(plan, pass_type, make_pass, messages, precision)
 
 
 def _device_error(device: torch.device, memory: IpcMemory | None) -> ValueError | None:
@@ -264,12 +274,12 @@ def _validate(
 
 def _build_kernels(q: torch.Tensor, plan: ContextPlan, direction: str, precision: str) -> None:
     """Builds missing kernels while no rank waits in a hop."""
-    if direction == "backward":
-        select_backward(q)
-    elif precision == "native":
+    if precision != "native":
+        select_quantised(q, precision)  # also what rounds in a backward
+    elif direction == "forward":
         select_forward(q, plan.hops)
-    else:
-        select_quantised(q, precision)
+    if direction == "backward":
+        select_backward(q, precision)
 
 
 def _settings(

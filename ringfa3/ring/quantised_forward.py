@@ -14,17 +14,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ringfa3.kernels.dispatch import select_quantised
+from ringfa3.kernels.dispatch import QuantisedForward, select_quantised
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.planning.sharding import Ints
-from ringfa3.quantisation.channels import ChannelStatistics
+from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
 from ringfa3.ring.p2p import Message, Transport
-from ringfa3.ring.p2p_pass import KV, Blocks, Messages
+from ringfa3.ring.p2p_pass import KV, STATISTICS, Blocks, Messages
 
-STATISTICS = 1  # message tag; K/V have 0
 # A launch attends to one hop for each so many query rows of a rank, times query heads per KV head:
 # the messages of that many hops take less time than hop 0 of a causal document, even at 50 GB/s.
 ROWS_PER_HOP = 16384
@@ -58,8 +57,7 @@ def run_quantised_forward(
         kernel.attend(*kernel.quantise(q, k, v, plan.hops), tiling, scale, out, out[:0], lse)
         return out, lse
     assert transport is not None
-    centres = kernel.centres(gather_statistics(kernel.statistics(k, v), plan, transport))
-    tiles = KeyTiles.of(plan, plan.shards[plan.rank])
+    _, tiles, centres = operands(q, k, v, plan, precision, transport)
     records = kernel.quantise_kv(k, v, tiles, centres)
     hops, exchange = plan.on_grid(KEY_TILE)
     row = k.new_empty((sum(records.words),), dtype=torch.int32)
@@ -85,6 +83,25 @@ def run_quantised_forward(
         if moving is not None:
             moving.wait()
     return out, lse
+
+
+def operands(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: ContextPlan,
+    precision: str,
+    transport: Transport | None,
+) -> tuple[QuantisedForward, KeyTiles, KVCentres]:
+    """What rounds a rank's q, k and v, its tiles of keys and the centres of all ranks.
+
+    Arguments and errors as in `run_quantised_forward`.
+    """
+    kernel = select_quantised(q, precision)
+    parts = [kernel.statistics(k, v)]
+    if transport is not None:
+        parts = gather_statistics(parts[0], plan, transport)
+    return kernel, KeyTiles.of(plan, plan.shards[plan.rank]), kernel.centres(parts)
 
 
 def launches(plan: ContextPlan, group_size: int) -> Ints:
@@ -141,7 +158,7 @@ def gather_statistics(
         for rank, tokens in enumerate(plan.tokens_per_rank)
     ]
     others = [rank for rank in range(plan.world) if rank != plan.rank]
-    what = "forward: statistics of K and V"
+    what = "statistics of K and V"
     transport.exchange(
         [Message(mine.values, rank, what, STATISTICS) for rank in others],
         [Message(parts[rank].values, rank, what, STATISTICS) for rank in others],

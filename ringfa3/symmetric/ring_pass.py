@@ -163,13 +163,12 @@ _specs: weakref.WeakKeyDictionary[Plan, dict[object, BufferSpec]] = weakref.Weak
 class SymmetricRingPass:
     """`ringfa3.pass_interface.RingPass` over peers' memory.
 
-    make_local_kv  what moves the rank's local K/V, for (direction, K, plan)
+    make_local_kv  as `select_local_kv`
     """
 
-    make_local_kv: Callable[[str, torch.Tensor, ContextPlan], LocalKV] = staticmethod(
-        select_local_kv
-    )
+    make_local_kv: Callable[..., LocalKV] = staticmethod(select_local_kv)
     grads: tuple[torch.Tensor, torch.Tensor]
+    precision = "native"
 
     def __init__(self, backend: Backend, plan: ContextPlan, pass_type: str) -> None:
         """pass_type: the schedule to run: "forward", "gathered" or "backward"."""
@@ -233,9 +232,8 @@ class SymmetricRingPass:
         key = self._key, waits_in_kernel, parity
         steps = prepared.get(key)
         if steps is None:
-            local_kv = self.make_local_kv(
-                "backward" if self._pass_type == "backward" else "forward", k, plan
-            )
+            direction = "backward" if self._pass_type == "backward" else "forward"
+            local_kv = self.make_local_kv(direction, k, plan, self.precision)
             steps = _prepare_steps(
                 backend, plan, self._pass_type, spec, parity, local_kv, waits_in_kernel
             )

@@ -132,7 +132,7 @@ def _self_test(backend: SymmetricBackend) -> str:
 class _TestPass(SymmetricRingPass):
     """Without kernels, which may have to be compiled while peers wait."""
 
-    make_local_kv = staticmethod(lambda _, k, plan: LocalKVReference(plan, k.device))
+    make_local_kv = staticmethod(lambda _, k, plan, *__: LocalKVReference(plan, k.device))
 
 
 def _event() -> torch.cuda.Event:

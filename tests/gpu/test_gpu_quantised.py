@@ -9,12 +9,13 @@ import torch
 
 from ringfa3 import flash_attn_varlen_func
 from ringfa3.build.units import UNITS, Unit
+from ringfa3.quantisation.formats import FORMATS
 from tests.support import quantised_checks as checks
 from tests.support.quantised_ring import ring_is_that_of_the_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-UNITS = [pytest.param(u, id=u.name) for u in UNITS if u.precision != "native"]
+UNITS = [pytest.param(u, id=u.name) for u in UNITS if u.precision in FORMATS]
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -44,6 +45,11 @@ def test_values_at_the_ends_of_float16_give_finite_outputs(unit: Unit) -> None:
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_ring_is_that_of_the_reference(unit: Unit) -> None:
     ring_is_that_of_the_reference(unit, "cuda")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_rows_are_those_of_the_definition(unit: Unit) -> None:
+    checks.rows_are_those_of_the_definition(unit, "cuda")
 
 
 @pytest.mark.parametrize("unit", UNITS)

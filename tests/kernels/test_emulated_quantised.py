@@ -9,6 +9,7 @@ import torch
 
 from ringfa3.build.units import FP8_VARIANTS, IN_KERNEL_TRANSPOSE, UNITS, Unit
 from ringfa3.kernels import dispatch
+from ringfa3.quantisation.formats import FORMATS
 from tests.support import emulation
 from tests.support import quantised_checks as checks
 from tests.support.emulation import EAGERNESS, Machine
@@ -24,7 +25,7 @@ UNITS = [
         id=u.name,
     )
     for u in UNITS
-    if u.precision != "native"
+    if u.precision in FORMATS
 ]
 
 

@@ -18,6 +18,8 @@ from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import GlooTransport
 from tests.support.dense import attention, band, cumulative, gradients, mask
 from tests.support.ranks import Ranks
+from tests.support.straight_through import Rounded
+from tests.support.straight_through import gradients as dense_gradients
 
 Group = dist.ProcessGroup
 D = 64
@@ -36,7 +38,7 @@ def inputs(seed: int, tokens: int, heads: tuple[int, int]) -> list[torch.Tensor]
 def rounded_inputs(
     plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, precision: str
 ) -> list[torch.Tensor]:
-    """Float64: this rank's q and its products with K's mean, all k, centred v, and V's mean.
+    """Float64: this rank's q and its products with K's mean, all k, centred v, and V's mean; K's.
 
     K and V are rounded as every rank rounds its own.
     """
@@ -51,7 +53,8 @@ def rounded_inputs(
         keys[at] = kv.k.double() * kv.k_scale.double().unsqueeze(-1)
         values[at] = kv.v.double() * centres.v_scale.double()
     rows = queries.values.double() * queries.scale.double().unsqueeze(-1)
-    return [rows, queries.k_offset.double(), keys, values, centres.v_mean.double()]
+    means = centres.v_mean.double(), centres.k_mean.double()
+    return [rows, queries.k_offset.double(), keys, values, *means]
 
 
 def _rounding_of_p(group: Group, seed: int, precision: str) -> int:
@@ -73,7 +76,7 @@ def _rounding_of_p(group: Group, seed: int, precision: str) -> int:
             transport.one_host = one_host
         with mock.patch.object(quantised_forward, "ROWS_PER_HOP", rows_per_hop):
             out, lse = ring_attn_func(*shards, plan, return_lse=True, precision=precision)
-        rows, offset, keys, values, v_mean = rounded_inputs(plan, q, k, v, precision)
+        rows, offset, keys, values, v_mean, _ = rounded_inputs(plan, q, k, v, precision)
         allowed = torch.from_numpy(mask(lengths, lengths, *band(causal, window)))
         allowed = allowed[plan.token_index]
         centred, expected_lse = attention(rows, keys, values, allowed)
@@ -103,6 +106,63 @@ def test_rounding_of_p_is_the_only_error(ranks: Ranks, world: int, precision: st
     the smallest P and of bfloat16; LSE to 2e-4.
     """
     assert sum(ranks.run(world, _rounding_of_p, 10 * world, precision)) > 500
+
+
+def _gradients(group: Group, seed: int, precision: str) -> float:
+    """The largest error of random cases over the reference's rms, of this rank's rows."""
+    rng = random.Random(seed)
+    worst = 0.0
+    for i in range(4):
+        lengths = [rng.choice([1, 130, rng.randint(1, 500)]) for _ in range(rng.randint(1, 3))]
+        window = (rng.choice([-1, 0, 100, 200]), rng.choice([-1, 0, 40]))
+        causal, layout = rng.random() < 0.6, rng.choice(["zigzag", "contiguous"])
+        h, hk = rng.choice([(4, 2), (3, 3), (2, 1)])
+        plan = plan_context(cumulative(lengths), group, layout, causal, window)
+        q, k, v = (x.float() for x in inputs(i, sum(lengths), (h, hk)))
+        dout, dlse = torch.randn(q.shape), torch.randn(h, len(q))
+        sink = torch.randn(h, requires_grad=True) if i % 2 else None
+        leaves = [plan.shard(x).requires_grad_() for x in (q, k, v)]
+        out, lse = ring_attn_func(
+            *leaves, plan, return_lse=True, precision=precision, sink=sink, deterministic=i > 1
+        )
+        given = plan.shard(dout), plan.shard(dlse, 1)
+        wanted = leaves if sink is None else [*leaves, sink]
+        got = list(torch.autograd.grad((out, lse), wanted, given))
+        if sink is not None and plan.world > 1:
+            dist.all_reduce(got[3], group=group)
+        everywhere = plan.unshard(out.detach()) if plan.world > 1 else out.detach()[index(plan)]
+        _, _, keys, values, v_mean, k_mean = rounded_inputs(plan, q, k, v, precision)
+        formats = FORMATS[precision]
+        centres = KVCentres(*(x.float() for x in (k_mean, v_mean, v_mean)))
+        queries = quantise_q(q, centres, formats)
+        rounded = Rounded(
+            queries.values.double() * queries.scale.double().unsqueeze(-1),
+            keys,
+            values + v_mean,
+            k_mean,
+        )
+        allowed = torch.from_numpy(mask(lengths, lengths, *band(causal, window)))
+        expected = dense_gradients(q, k, v, dout, everywhere, allowed, rounded, sink, dlse)
+        expected = [*map(plan.shard, expected[:3]), *expected[3:]]
+        for x, y in zip(got, expected, strict=True):
+            error = (x.double() - y).abs().max()
+            worst = max(worst, float(error / expected[0].square().mean().sqrt()))
+    return worst
+
+
+def index(plan: ContextPlan) -> torch.Tensor:
+    """The row on a world of one rank of each token."""
+    return plan.token_index.argsort()
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_gradients_are_those_of_the_rounded_function(
+    ranks: Ranks, world: int, precision: str
+) -> None:
+    """float32; random documents, windows that cut tiles, layouts, heads, sinks and gradients of
+    LSE. Reference: `gradients` of tests/support, float64; the largest error over the rms: 5e-4."""
+    assert max(ranks.run(world, _gradients, 10 * world, precision)) < 5e-4
 
 
 def _squares(group: Group, precision: str) -> list[tuple[float, float]]:

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from ringfa3.build.units import Unit
-from ringfa3.kernels.backward import BackwardPass
+from ringfa3.kernels.backward import BackwardPass, DequantisedBackwardPass
 from ringfa3.planning.context_plan import plan_context
 from ringfa3.planning.tiling import Plan, plan_local
+from ringfa3.quantisation.dequantised import FACTOR_COLUMNS
 from tests.support import dense
 from tests.support.launches import leave_sms
 from tests.support.strategies import key_tokens
@@ -36,7 +37,7 @@ class Problem:
     lengths: list[tuple[int, int]]  # queries and keys of each sequence
     window: tuple[int, int]
     q: torch.Tensor
-    k: torch.Tensor
+    k: torch.Tensor  # as `unit` takes it: of dequantised operands with factors
     v: torch.Tensor
     dout: torch.Tensor
     dlse: torch.Tensor | None  # None: zeros that the kernel does not read
@@ -88,6 +89,7 @@ def problem(
     v = v[..., :d_v]
     if equal_scores is not None:
         q.fill_((equal_scores * d**-0.5) ** 0.5), k.fill_((equal_scores * d**-0.5) ** 0.5)
+    given_k, k = _with_factors(k, lengths) if unit.precision == "dequantised" else (k, k)
     dout = torch.randn(t, h, d_v, device=device).to(dtype)
     dlse = torch.randn(h, t, device=device) * with_dlse
     mask = torch.from_numpy(dense.mask(*zip(*lengths, strict=True), *window)).to(device)
@@ -99,9 +101,26 @@ def problem(
         results.append((outputs, gradients))
     (out, lse), reference = results[0]
     return Problem(
-        list(lengths), window, q, k, v, dout, dlse if with_dlse else None,
+        list(lengths), window, q, given_k, v, dout, dlse if with_dlse else None,
         out.detach().to(dtype), lse.detach().float(), reference, results[1][1], mask,
     )  # fmt: skip
+
+
+def _with_factors(
+    k: torch.Tensor, lengths: Sequence[tuple[int, int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K (n, hk, d) times a factor for each sequence and head, with the factor after its columns;
+    and what the kernel makes of it, in float64."""
+    rows = torch.tensor([n for _, n in lengths], device=k.device)
+    factor = torch.empty(len(rows), k.shape[1], device=k.device).uniform_(0.6, 90)
+    factor = factor.to(k.dtype).repeat_interleave(rows, 0).unsqueeze(-1)  # (n, hk, 1)
+    times = (k.float() * factor.float()).to(k.dtype)
+    columns = factor.expand(-1, -1, FACTOR_COLUMNS)
+    return torch.cat((times, columns), -1), times.double() / factor.double()
+
+
+def backward_pass(unit: Unit) -> type[BackwardPass]:
+    return DequantisedBackwardPass if unit.precision == "dequantised" else BackwardPass
 
 
 def differentiate(
@@ -113,9 +132,10 @@ def differentiate(
         torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in (p.k, p.v)
     )
     with leave_sms(free_sms), _new_memory_holds_nan():
-        run = BackwardPass(unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic)
+        rows = p.dout, p.dlse, p.q, p.out, p.lse
+        run = backward_pass(unit)(unit, *rows, p.plan, p.scale, deterministic)
         run.hop(p.k, p.v, tiling, dk, dv)
-        return [run.dq(), dk, dv]
+        return [run.dq(), dk[..., : p.q.shape[2]], dv]
 
 
 @contextmanager
@@ -222,7 +242,7 @@ def hops_hold_the_gate(
     plans = [plan_context(dense.cumulative(lengths), (r, world)) for r in range(world)]
     here = [plan.token_index.to(device) for plan in plans]
     runs = [
-        BackwardPass(
+        backward_pass(unit)(
             unit, p.dout[at], p.dlse[:, at], p.q[at], p.out[at], p.lse[:, at], plan.hops, p.scale,
             deterministic,
         )
@@ -244,8 +264,8 @@ def hops_hold_the_gate(
     for run, at in zip(runs, here, strict=True):
         dq[at] = run.dq()
     dk, dv = gradients.to(dq.dtype)
-    assert (dv[..., d_v:] == 0).all()
-    hold_gate([dq, dk, dv[..., :d_v]], p, f"{world} ranks")
+    assert (dv[..., d_v:d] == 0).all()
+    hold_gate([dq, dk[..., :d], dv[..., :d_v]], p, f"{world} ranks")
 
 
 def same_bits(unit: Unit, device: str, repeats: int, reseed: Callable[[int], object]) -> None:

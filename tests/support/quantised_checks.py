@@ -64,6 +64,21 @@ def operands(
     return quantised_q, kv, tiled
 
 
+def rows_are_those_of_the_definition(unit: Unit, device: str) -> None:
+    """What a backward takes, in the order of the rows: numbers of K and their scales; of V all but
+    3 of 1,000, which lie at ties: the kernel multiplies where the definition divides."""
+    torch.manual_seed(0)
+    lengths = np.array([300, 1, 140])
+    dtype = getattr(torch, unit.dtype)
+    q, k, v = (torch.randn(441, 2, unit.head_dim, device=device).to(dtype) for _ in range(3))
+    plan = plan_local(lengths, lengths, -1, -1)
+    _, kv, tiled = operands(q, k, v + 3, plan, FORMATS[unit.precision])
+    rows = tiled.rows(v + 3)
+    assert torch.equal(rows.k.float(), kv.k.float())
+    assert torch.equal(rows.k_scale, kv.k_scale)
+    assert (rows.v.float() == kv.v.float()).float().mean() > 0.997
+
+
 def attend(
     unit: Unit,
     given: Operands,

@@ -1,0 +1,63 @@
+"""The gradient of an attention in 8 bits, by a backward in 16 bits: see `quantisation.dequantised`.
+
+It rounds q, k and v again, as the forward did: so a forward saves what one in 16 bits saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ringfa3.kernels.dispatch import QuantisedForward
+from ringfa3.kernels.reference import preprocess
+from ringfa3.kernels.sinks import sink_gradient
+from ringfa3.quantisation.channels import KVCentres
+from ringfa3.quantisation.dequantised import BackwardInputs, rotated_back
+from ringfa3.quantisation.key_tiles import KeyTiles
+
+
+def straight_through(
+    backward: Callable[..., tuple[torch.Tensor, ...]],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sink: torch.Tensor | None,
+    scale: float,
+    kernel: QuantisedForward,
+    tiles: KeyTiles,
+    centres: KVCentres,
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv), and dsink for a sink, in the dtypes of q and lse.
+
+    Args:
+        backward: backward(dout, dlse, q, k, v, out, lse) gives (dq, dk, dv, ...) without a sink,
+            for the tensors of `BackwardInputs` in place of q, k, v and lse.
+        dout, q, out: (t, h, d); k, v: (n, hk, d); lse, dlse: (h, t); sink: (h,).
+        kernel: of the forward. tiles: of k and v. centres: those of the forward.
+    """
+    rounded = BackwardInputs.of(
+        kernel.quantise_q(q, centres), kernel.rounded_kv(k, v, tiles, centres), lse, scale, q.dtype
+    )
+    rounded_dout, rounded_out = (x.to(rounded.q.dtype) for x in (dout, out))
+    dq, dk, dv, *_ = backward(
+        rounded_dout, dlse, rounded.q, rounded.k, rounded.v, rounded_out, rounded.lse
+    )
+    del rounded
+    weight = dsink = None
+    if dlse is not None or sink is not None:
+        shown, delta = preprocess(dout, out, lse, dlse)
+        weight = torch.zeros_like(delta)
+        if dlse is not None:
+            weight += dlse.masked_fill(shown == torch.inf, 0)
+        if sink is not None:
+            weight += torch.exp(sink[:, None] - shown) * delta
+            dsink = sink_gradient(shown, delta, sink)
+        weight *= scale
+    dq, dk = rotated_back(dq, dk, centres.k_mean, weight)
+    given = tuple(x.to(q.dtype) for x in (dq, dk, dv))
+    return given if dsink is None else (*given, dsink)

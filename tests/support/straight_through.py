@@ -1,0 +1,176 @@
+"""The straight-through gradient of an 8-bit attention, dense and in float64, and inputs for it.
+
+Shapes: t tokens; h heads, hk KV heads; d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ringfa3.planning.sharding import Ints, whole_sequences
+from ringfa3.quantisation.formats import FORMATS
+from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ, quantise
+from ringfa3.quantisation.rotation import rotate_back
+
+
+def _rows(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator)
+
+
+def normal(q: torch.Tensor, k: torch.Tensor, generator: torch.Generator) -> None:
+    del q, k, generator
+
+
+def scores(rms: float) -> Callable[..., None]:
+    """Scores of this rms, in nats, at the default softmax scale."""
+
+    def change(q: torch.Tensor, k: torch.Tensor, generator: torch.Generator) -> None:
+        del generator
+        q *= rms**0.5
+        k *= rms**0.5
+
+    return change
+
+
+def large_key(factor: float) -> Callable[..., None]:
+    def change(q: torch.Tensor, k: torch.Tensor, generator: torch.Generator) -> None:
+        del q, generator
+        k[len(k) // 3] *= factor
+
+    return change
+
+
+def outliers(q: torch.Tensor, k: torch.Tensor, generator: torch.Generator) -> None:
+    """N(0,1) + N(0,100) * Bernoulli(0.001), FlashAttention-3's section 4.3."""
+    for x in (q, k):
+        seldom = torch.rand(x.shape, generator=generator) < 1e-3
+        x += 10 * torch.randn(x.shape, generator=generator) * seldom
+
+
+def means(q: torch.Tensor, k: torch.Tensor, generator: torch.Generator) -> None:
+    """Channels of K with means of 100, as models with biases have."""
+    del q
+    k += 100 * torch.randn(k.shape[1:], generator=generator)
+
+
+INPUTS = {
+    "normal": normal,
+    "rms 4": scores(4),
+    "rms 9": scores(9),
+    "rms 25": scores(25),
+    "key x10": large_key(10),
+    "key x100": large_key(100),
+    "key x1000": large_key(1000),
+    "outliers": outliers,
+    "means": means,
+}
+
+
+# Of dq and dk: the largest rms error over rms of a median of draws; else .006.
+MOST = {"key x10": 0.03, "key x100": 0.03, "key x1000": 0.25, "rms 9": 0.015, "rms 25": 0.015}
+
+
+def hostile(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """bfloat16 (t, h, d) of any magnitude from 1e-20 to 1e20, or about 1; normal, with a large row,
+    with a large channel, constant, or with zeros."""
+    x = torch.randn(*shape, generator=generator)
+    choice = torch.randint(6, (1,), generator=generator).item()
+    if choice == 1:
+        x[torch.randint(len(x), (1,), generator=generator)] *= 1e3
+    elif choice == 2:
+        x[..., 3] = 50
+    elif choice == 3:
+        x[:] = 1
+    elif choice == 4:
+        x[len(x) // 2 :] = 0
+    power = 20 * (2 * torch.rand(1, generator=generator) - 1) * (choice != 5)
+    return (x * 10**power).bfloat16()
+
+
+def inputs(
+    name: str, tokens: int, heads: tuple[int, int], d: int, seed: int
+) -> tuple[torch.Tensor, ...]:
+    """q, k, v, dout (t, h or hk, d) bfloat16 on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    h, hk = heads
+    q, dout = (_rows(generator, tokens, h, d) for _ in range(2))
+    k, v = (_rows(generator, tokens, hk, d) for _ in range(2))
+    INPUTS[name](q, k, generator)
+    return tuple(x.bfloat16() for x in (q, k, v, dout))
+
+
+class Rounded(NamedTuple):
+    """float64: q (t, h, d) and k (n, hk, d), rotated, k without its mean (hk, d); v (n, hk, d)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    k_mean: torch.Tensor
+
+    @classmethod
+    def of(cls, queries: QuantisedQ, kv: QuantisedKV) -> Rounded:
+        v = kv.v.double() * kv.centres.v_scale.double() + kv.centres.v_mean.double()
+        return cls(
+            queries.values.double() * queries.scale.double().unsqueeze(-1),
+            kv.k.double() * kv.k_scale.double().unsqueeze(-1),
+            v,
+            kv.centres.k_mean.double(),
+        )
+
+    @classmethod
+    def of_call(
+        cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, precision: str, lengths: Ints
+    ) -> Rounded:
+        """Of one device; lengths: of the documents of k."""
+        return cls.of(*quantise(q, k, v, whole_sequences(lengths), FORMATS[precision]))
+
+
+def gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    allowed: torch.Tensor,
+    given: Rounded,
+    sink: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv), and dsink for a sink, float64, by autograd of the rounded function.
+
+    The output is (round(p) V) / sum(p). Its derivative by p, where rounding counts as the identity,
+    is (V - output) / sum(p): so the rounding of P shows in the output alone.
+
+    Args:
+        out: (t, h, d) of the forward, of float32 inputs with the values of q, k and v.
+        allowed: (t, n) bool, the pairs that count, at least one in each row.
+        sink: (h,); dlse: (h, t).
+    """
+    # Rounding happens to q R and (k - mean) R: their gradients by q and k follow by R^T.
+    rounded = rotate_back(given.q), rotate_back(given.k), given.v
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    qr, kr, vr = (x + (y - x).detach() for x, y in zip(leaves, rounded, strict=True))
+    group = q.shape[1] // k.shape[1]
+    kr, vr, mean = (x.repeat_interleave(group, -2) for x in (kr, vr, given.k_mean))
+    scale = q.shape[-1] ** -0.5
+    offset = scale * torch.einsum("thd,hd->ht", leaves[0], mean)  # which centring took off
+    s = scale * torch.einsum("thd,nhd->htn", qr, kr)
+    s = s.masked_fill(~allowed, -torch.inf)
+    logits = None if sink is None else sink.detach().double().requires_grad_()
+    if logits is not None:
+        s = torch.cat((s, (logits[:, None] - offset)[..., None]), -1)
+    lse = s.logsumexp(-1)
+    p = torch.exp(s - lse.detach()[..., None])
+    weighted = torch.einsum("htn,nhd->thd", p[..., : len(k)], vr)
+    total = ((weighted - out.double() * p.sum(-1).t()[..., None]) * dout.double()).sum()
+    if dlse is not None:
+        total = total + ((lse + offset) * dlse.double()).sum()
+    return torch.autograd.grad(total, leaves if logits is None else [*leaves, logits])
+
+
+def relative(x: torch.Tensor, expected: torch.Tensor) -> float:
+    """Rms of the difference over that of `expected`."""
+    return float((x.double() - expected).norm() / expected.norm())
