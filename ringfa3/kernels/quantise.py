@@ -20,7 +20,7 @@ from ringfa3.kernels.uploads import Uploads, upload
 from ringfa3.planning.sharding import whole_sequences
 from ringfa3.planning.tiling import Plan
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
-from ringfa3.quantisation.formats import Formats
+from ringfa3.quantisation.formats import E4M3, Formats
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
 from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ
 from ringfa3.quantisation.tile_records import TileRecords
@@ -125,7 +125,7 @@ class TiledKV:
         scale[row.rows] = self.k_scale.t()[padded // KEY_TILE]
         if self.v.dim() == 4:
             inverse = self.centres.v_scale.reciprocal()
-            v = torch.addcmul(-self.centres.v_mean * inverse, v.float(), inverse).to(self.v.dtype)
+            v = E4M3.round(torch.addcmul(-self.centres.v_mean * inverse, v.float(), inverse))
         return QuantisedKV(self.k, scale, v, self.centres)
 
     @classmethod

@@ -16,6 +16,8 @@ from tests.support.dense import mask
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 PRECISIONS = pytest.mark.parametrize("precision", ["fp8", "int8"])
+# Tensor cores sum e4m3 products to 13 fraction bits; the backward's scores have more.
+FP8_MOST = reference.MOST | {"key x100": 0.07, "key x1000": 0.35}
 HEAD_DIMS = pytest.mark.parametrize("d", [64, 128, 256])
 
 
@@ -60,8 +62,9 @@ def test_hostile_inputs_have_the_gradient_of_the_rounded_function(
         draws.append(errors(inputs, precision, causal)[0])
     dq, dk, dv = np.median(draws, axis=0)
     print(f"{name} d{d} {precision}: {dq:.4f} {dk:.4f} {dv:.4f}")
-    assert max(dq, dk) <= reference.MOST.get(name, 0.006), draws
-    assert dv <= (0.004 if precision == "int8" else 0.06 if name == "key x1000" else 0.025), draws
+    most = FP8_MOST if precision == "fp8" else reference.MOST
+    assert max(dq, dk) <= most.get(name, 0.006), draws
+    assert dv <= (0.004 if precision == "int8" else 0.1 if name == "key x1000" else 0.025), draws
 
 
 @PRECISIONS

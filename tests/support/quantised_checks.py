@@ -71,12 +71,17 @@ def rows_are_those_of_the_definition(unit: Unit, device: str) -> None:
     lengths = np.array([300, 1, 140])
     dtype = getattr(torch, unit.dtype)
     q, k, v = (torch.randn(441, 2, unit.head_dim, device=device).to(dtype) for _ in range(3))
+    v += 3
+    v[..., 5] = 1.7  # a constant channel has the least scale, which its rounding exceeds
     plan = plan_local(lengths, lengths, -1, -1)
-    _, kv, tiled = operands(q, k, v + 3, plan, FORMATS[unit.precision])
-    rows = tiled.rows(v + 3)
+    _, kv, tiled = operands(q, k, v, plan, FORMATS[unit.precision])
+    rows = tiled.rows(v)
+    assert rows.v.float().isfinite().all()
     assert torch.equal(rows.k.float(), kv.k.float())
     assert torch.equal(rows.k_scale, kv.k_scale)
-    assert (rows.v.float() == kv.v.float()).float().mean() > 0.997
+    same = rows.v.float() == kv.v.float()
+    same[..., 5] = True
+    assert same.float().mean() > 0.997
 
 
 def attend(
@@ -305,7 +310,8 @@ def what_is_not_finite_stays_in_its_document(unit: Unit, device: str) -> None:
 
 def sums_of_p_overflow(unit: Unit, device: str) -> None:
     """The first keys score 85 nats above the last ones, which are visited first: P of one key is
-    finite in float32 and a sum of them is not. `tolerance`, and in e4m3 that of `rising_scores`."""
+    finite in float32 and a sum of them is not. `tolerance`, but LSE within .15: all e4m3 products
+    of a score are equal, and so are the errors of their sums on a GPU."""
     dtype, d, formats = getattr(torch, unit.dtype), unit.head_dim, FORMATS[unit.precision]
     torch.manual_seed(0)
     q, k, v = (torch.randn(256, 2, d, device=device) for _ in range(3))
@@ -316,12 +322,8 @@ def sums_of_p_overflow(unit: Unit, device: str) -> None:
     plan = plan_local(np.array([256]), np.array([256]), -1, -1)
     given = operands(q, k, v, plan, formats)
     got = attend(unit, given, plan.forward(unit.tile_m), q, plan)
-    hold(
-        got,
-        expected(given, formats, plan, dtype, block=unit.tile_n),
-        tolerance(unit, device),
-        "a step of 85 nats",
-    )
+    most = (*tolerance(unit, device)[:2], 0.15)
+    hold(got, expected(given, formats, plan, dtype, block=unit.tile_n), most, "a step of 85 nats")
 
 
 def tiny_products_are_masked(unit: Unit, device: str) -> None:
