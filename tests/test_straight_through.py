@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 
-from ringfa3 import flash_attn_func, flash_attn_varlen_func
+from ringfa3 import flash_attn_func, flash_attn_varlen_func, plan_context
+from ringfa3.kernels import dispatch
+from ringfa3.quantisation.dequantised import backward_keys
 from tests.support import straight_through as reference
 from tests.support.dense import mask
 
@@ -147,3 +151,18 @@ def test_float16_and_two_backwards(precision: str) -> None:
         assert x.dtype == torch.float16
         assert x.isfinite().all()
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_same_unit_moves_and_attends_to_keys(d: int) -> None:
+    """A ring builds it before its first hop; K has more columns than Q there."""
+    asked: list[tuple[str, int, str]] = []
+
+    def note(direction: str, like: torch.Tensor, precision: str = "native") -> None:
+        asked.append((direction, like.shape[-1], precision))
+
+    q = torch.empty(8, 2, d, dtype=torch.bfloat16)
+    with mock.patch.object(dispatch, "_select_unit", note):
+        dispatch.select_backward(q, "fp8")
+        dispatch.select_local_kv("backward", backward_keys(q), plan_context(8), "fp8")
+    assert asked == [("backward", d, "dequantised")] * 2
