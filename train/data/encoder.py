@@ -39,7 +39,9 @@ class DocumentEncoder:
 
 def trained_eos(data: DataConfig) -> str | None:
     """The EOS token of a tokenizer that is trained: ``bos_token`` serves for both by default."""
-    return None if data.eos_token == NO_EOS else data.eos_token or data.bos_token
+    if data.eos_token == NO_EOS:
+        return None
+    return data.bos_token if data.eos_token is None else data.eos_token
 
 
 def _eos_name(tokenizer: Tokenizer, data: DataConfig) -> str | None:

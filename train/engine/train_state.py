@@ -58,6 +58,8 @@ class TrainState:
         """
         metadata = read_manifest_metadata(path)
         there, here = _stream(metadata), _stream(self.metadata())
+        if there["corpus"] == here["corpus"]:  # the same tokens: null may stand for a name
+            there["data.eos_token"] = here["data.eos_token"]
         if different := [k for k in there | here if there.get(k) != here.get(k)]:
             key = min(different, key=lambda k: (k == "corpus", k))  # a result of other settings
             own = path.parent.parent / "tokenizer.json"

@@ -36,8 +36,9 @@ def write_ends(folder: Path, encoder: DocumentEncoder) -> None:
         _update(folder / SPECIAL, names)
     for name in (CONFIG, GENERATION):
         there = _read(folder / name)
-        eos = _ends(encoder.eos, there.get("eos_token_id"))
-        if name == CONFIG or there or eos is not None:
+        # transformers reads the ends in CONFIG only if there is no GENERATION.
+        eos = _ends(encoder.eos, (there or _read(folder / CONFIG)).get("eos_token_id"))
+        if name == CONFIG or there or encoder.eos is not None:
             _update(folder / name, {"bos_token_id": encoder.bos, "eos_token_id": eos})
     _begin_with_bos(tokenizer, encoder.bos)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")

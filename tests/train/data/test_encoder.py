@@ -77,9 +77,10 @@ def test_a_tokenizer_file_has_an_eos_of_its_own(name):
         (["<s>", "<|eot_id|>"], None, r"null .* none with a known name; .*\(<s>, <\|eot_id\|>\)"),
         (["<s>", EOS, "<eos>"], None, r"several, </s>, <eos>; choose one of"),
         (["<s>"], EOS, r"data\.eos_token=</s> is not a special token .* <s>, or .*=none"),
+        (["<s>"], "", r"data\.eos_token= is not a special token .* <s>, or .*=none"),
         (["<s>"], "e", r"data\.eos_token=e is not a special token"),  # text could hold it
     ],
-    ids=["unknown", "several", "missing", "ordinary"],
+    ids=["unknown", "several", "missing", "empty", "ordinary"],
 )
 def test_an_eos_that_is_not_clear_is_refused(special, given, message):
     data = DataConfig(tokenizer="t.json", bos_token="<s>", eos_token=given)

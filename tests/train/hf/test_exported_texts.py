@@ -14,10 +14,13 @@ from tokenizers import Tokenizer, processors
 from tests.train.hf.loaded_runs import load_run
 from tests.train.hf.test_hf_weights import ALONE, exported
 from tests.train.hf_folders import BOS
-from train.config import Config
+from train.config import Config, DataConfig
 from train.data.batches import make_batch
+from train.data.encoder import DocumentEncoder
 from train.data.samples import DocumentSlice, pack
 from train.data.shards import open_corpus
+from train.data.tokenizer import train_tokenizer
+from train.hf.ends import write_ends
 from train.run.run_folder import RunFolder
 from train.tasks.load_model import load_model
 
@@ -117,6 +120,18 @@ def test_a_run_without_eos_leaves_the_ends_of_its_origin(with_origin, tmp_path):
     )
     assert before == after
     assert transformers.AutoTokenizer.from_pretrained(target).eos_token == BOS
+
+
+@pytest.mark.parametrize("stored", [None, {"eos_token_id": [5, 7]}])
+def test_generation_stops_at_the_ends_of_the_origin(tmp_path, stored):
+    """transformers reads the ends in ``config.json`` only without ``generation_config.json``."""
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    if stored is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    tokenizer = train_tokenizer(["the ring"], 270, BOS, eos_token=EOS)
+    write_ends(tmp_path, DocumentEncoder(tokenizer, DataConfig(eos_token=EOS)))
+    settings = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert settings.eos_token_id == ([1, 5, 7] if stored else [1, 7])
 
 
 @pytest.mark.soak
