@@ -128,7 +128,7 @@ def read_model(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> Values:
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -45,7 +45,7 @@ def write_ends(folder: Path, encoder: DocumentEncoder) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def _update(path: Path, values: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ def _write_settings(folder: Path, config: Config, rows: int, tokenizer: Tokenize
     length, path = config.data.longest_document(), folder / CONFIG
     kept: dict[str, Any] = {"pad_token_id": None}
     if path.exists():
-        there = json.loads(path.read_text())
+        there = json.loads(path.read_text("utf-8"))
         length = max(length, there.get("max_position_embeddings") or 0)
         kept |= {k: v for k, v in there.items() if k not in ("rope_parameters", "torch_dtype")}
     new = hf_config(config.model, rows, length, config.export.dtype)
