@@ -199,8 +199,9 @@ def test_sigterm_in_the_middle_of_a_slow_step(overrides, undisturbed, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(undisturbed.folder(2, 2), folder)
     before = len(events(folder))
+    accepted = "checkpoint.accept_changes=[train.batch,train.steps]"
     slow = ["parallel.cp=2", "train.steps=99", "train.accumulation=4000", "checkpoint.every=0"]
-    ranks = start_ranks(*[[*overrides, *slow, f"run.dir={folder}"]] * 2)
+    ranks = start_ranks(*[[*overrides, *slow, accepted, f"run.dir={folder}"]] * 2)
     try:
         await_lines(folder / "events.jsonl", before + 1, ranks)  # resumed
         time.sleep(3)
