@@ -75,9 +75,9 @@ struct RowValues {
   }
 };
 
-// The factor of a work item's keys: K of dequantised operands has it after its last column.
+// Reads the factor of a work item's keys, which follows the last column of dequantised K.
 template <class Shapes>
-CUTE_DEVICE KeyFactor key_factor(BackwardArgs const& a, KeyWorkItem const& work) {
+CUTE_DEVICE KeyFactor read_key_factor(BackwardArgs const& a, KeyWorkItem const& work) {
   auto const* const row = static_cast<typename Shapes::Element const*>(a.k.data) +
                           work.unit.row0 * a.k.token_stride + work.kv_head * a.k.head_stride;
   float const factor = static_cast<float>(row[Shapes::D]), inverse = 1.f / factor;
@@ -231,7 +231,7 @@ CUTE_DEVICE void run_work_items(BackwardArgs const& a, typename Shapes::SharedSt
     KeyWorkItem const& work = smem.work[work_stage.index()];
     if (work.kv_head < 0) return;
     consumer.clear_sums();
-    if constexpr (Shapes::Dequantised) consumer.keys = key_factor<Shapes>(a, work);
+    if constexpr (Shapes::Dequantised) consumer.key_factor = read_key_factor<Shapes>(a, work);
     smem.k_full.wait(PipelineState<1>{units}.phase());
     if (work.unit.rows < Shapes::TileN) zero_tail_keys<Shapes>(smem, work.unit);
     blocks = consumer.run_unit(units++, blocks);

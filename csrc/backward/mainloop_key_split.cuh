@@ -54,7 +54,7 @@ struct KeySplitConsumer {
   int const thread, warpgroup, lane;
   int const warp_key;  // the warp's first key in the tile
   int const key;       // the thread holds this one and key + 8
-  KeyFactor keys;
+  KeyFactor key_factor;
 
   MmaS mma_s;
   MmaKV mma_kv;
@@ -85,7 +85,7 @@ struct KeySplitConsumer {
         lane(thread % kWarp),
         warp_key(64 * warpgroup + thread / kWarp * 16),
         key(warp_key + lane / 4),
-        keys{1.f, 1.f, p.args.softmax_scale * kLog2e},
+        key_factor{1.f, 1.f, p.args.softmax_scale * kLog2e},
         fK(key_operand<Shapes>(smem.k, warpgroup, thread)),
         fV(key_operand<Shapes>(smem.v, warpgroup, thread)),
         fQ(row_operand<MmaS, typename Shapes::SmemQ>(smem.q, thread)),
@@ -182,7 +182,7 @@ struct KeySplitConsumer {
   }
 
   // S^T - LSE and dP^T - D, the last two products in flight, become P^T = exp2(scale * (S^T - LSE))
-  // and dS^T = P^T (dP^T - D). S^T - LSE has the factor of the keys.
+  // and dS^T = P^T (dP^T - D). The first product is S^T - LSE times the factor of the keys.
   __device__ void softmax_backward(uint32_t count, FragmentS& s, FragmentS& dp) {
     DsStage const ds_stage{count};
     bool const masked = flags & kMasked;
@@ -191,7 +191,7 @@ struct KeySplitConsumer {
     warpgroup_wait<1>();
     warpgroup_fence_operand(s);
     CUTE_UNROLL
-    for (int n = 0; n < M / 2; ++n) s(n) = probability<Shapes>(s(n) * keys.scale_log2);
+    for (int n = 0; n < M / 2; ++n) s(n) = probability<Shapes>(s(n) * key_factor.scale_log2);
     if (masked) apply_mask<M>(s, mask);
     to_operand<Element>(s, fP);
     warpgroup_wait<0>();
@@ -208,8 +208,8 @@ struct KeySplitConsumer {
 
   __device__ void issue_s(uint32_t count, FragmentS& s) {
     QStage const stage{count};
-    issue_sum(mma_statistic, Ones(lane, keys.factor).words, fLSE(_, _, _, stage.index()), mma_s, fK,
-              fQ(_, _, _, stage.index()), s);
+    issue_sum(mma_statistic, Ones(lane, key_factor.factor).words, fLSE(_, _, _, stage.index()),
+              mma_s, fK, fQ(_, _, _, stage.index()), s);
   }
 
   // Descriptors of V are computed anew, or registers spill; for K, too, it would cost more than it
@@ -260,7 +260,7 @@ struct KeySplitConsumer {
   __device__ void send(uint32_t count, FragmentQ& dq) {
     warpgroup_fence_operand(dq);
     if (lane == 0) smem.ds_empty[DsStage{count}.index()].arrive();
-    send_dq<Shapes>(smem, dq, keys.inverse, count, warpgroup);
+    send_dq<Shapes>(smem, dq, key_factor.inverse, count, warpgroup);
   }
 
   __device__ RowBlock const& block_at(uint32_t count) {

@@ -93,7 +93,7 @@ struct RoleSplitConsumer {
   int const lane;
   int const warp_key;  // the warp's first key of the CTA
   int const key;       // the thread holds this one and key + 8
-  KeyFactor keys;
+  KeyFactor key_factor;
 
   MmaS mma_s;
   MmaKV mma_kv;
@@ -118,7 +118,7 @@ struct RoleSplitConsumer {
         lane(thread % kWarp),
         warp_key(thread / kWarp * 16),
         key(warp_key + lane / 4),
-        keys{1.f, 1.f, p.args.softmax_scale * kLog2e},
+        key_factor{1.f, 1.f, p.args.softmax_scale * kLog2e},
         fKeys(keys_operand<Shapes>(HasDv ? smem.k : smem.v, thread)),
         fRows(row_operand<MmaS, Rows>(HasDv ? smem.q : smem.dout, thread)),
         fRowsT(row_operand<MmaKV, RowsT>(HasDv ? smem.dout : smem.q, thread)),
@@ -260,7 +260,7 @@ struct RoleSplitConsumer {
   // S^T becomes P^T, for the other warpgroup and as the operand of dV. The other warpgroup has read
   // the block before: its dS has come. dQ ends before P^T is stored.
   __device__ void send_p(uint32_t count, FragmentS& s, RowValues<M> const& lse) {
-    compute_p<Shapes>(s, lse, keys.scale_log2);
+    compute_p<Shapes>(s, lse, key_factor.scale_log2);
     if (flags & kMasked) apply_mask<M>(s, BlockMask(block_at(count), key, lane));
     warpgroup_wait<0>();
     CUTE_UNROLL
@@ -299,7 +299,7 @@ struct RoleSplitConsumer {
     warpgroup_fence_operand(dq);
     RowBlock const& block = block_at(count);
     if (p.args.dq_semaphore) smem.dq_granted[kWarpgroupIndex].wait(PipelineState<1>{count}.phase());
-    add_dq(p.args.padded.dq, dq, keys.inverse, block.target * Shapes::DqTiles + dq_tile());
+    add_dq(p.args.padded.dq, dq, key_factor.inverse, block.target * Shapes::DqTiles + dq_tile());
     __syncwarp();  // all lanes have read the block, and added
     if (lane == 0) {
       smem.block_done[BlockStage{count}.index()].arrive();

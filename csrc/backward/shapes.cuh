@@ -61,16 +61,16 @@ struct PairStorage {
 
 struct NoPairStorage {};
 
-// Of a work unit's keys: with dequantised operands their factor, its inverse, and the scale of
-// scores in log2 units, with the inverse. Uniform, so that no thread needs a register for them.
+// The factor that divides the K of a work unit; it is 1 unless operands are dequantised. Scores times
+// `scale_log2`, the softmax scale over the factor, are in log2 units. All lanes hold the same values.
 struct KeyFactor {
   float factor, inverse, scale_log2;
 };
 
-// `Dequantised_`: of an 8-bit forward's own operands. The numbers of K are those of 8 bits, and the
-// column after the last of K has the factor 1 / scale of its tile, which is a bfloat16 number.
-// Products with K are divided by it. P is at most 1: scores here have more bits than those that the
-// forward has summed, so LSE may lie below a score.
+// `Dequantised_`: the operands are those of an 8-bit forward. K holds 8-bit numbers; the column
+// after its last holds the factor 1 / scale of the tile, a bfloat16 number, which divides products
+// with K. P is at most 1: scores here have more bits than those that the forward has summed, so LSE
+// may lie below a score.
 template <class Element_, int HeadDim_, int TileM_, int TileN_, bool Dequantised_ = false>
 struct BackwardShapes {
   using Element = Element_;

@@ -50,7 +50,8 @@ struct Int8 {
     return low_bytes(bits);
   }
 
-  // Of a row of Q: numbers above `even_from` in magnitude become even, see `Format.round_row`.
+  // As `pack`, for a row of Q: numbers above `even_from` in magnitude are rounded to even numbers,
+  // see `Format.round_row`.
   static CUTE_DEVICE uint32_t pack_row(float const* x, float factor, float even_from) {
     uint32_t bits[4];
     CUTE_UNROLL
