@@ -193,6 +193,8 @@ class BackwardPass:
         self._hop += 1
         if not len(tiling.tiles):
             return
+        if self.unit.precision == "dequantised":  # the factors follow these columns of K
+            k, v, dk, dv = (x[..., : self.unit.head_dim] for x in (k, v, dk, dv))
         (k, k_fields), (v, v_fields) = tma_addressable(k), tma_addressable(v)
         kv_heads, heads = k.shape[1], self.q.shape[1] if num_heads is None else num_heads
         tables = _on_device(
@@ -255,23 +257,6 @@ class BackwardPass:
         if self._dsink is None:
             return torch.empty(0, dtype=torch.float32, device=self.q.device)
         return self._dsink.sum(1)
-
-
-class DequantisedBackwardPass(BackwardPass):
-    """`reference.DequantisedBackwardPass` on the GPU, at the head dims of units."""
-
-    def hop(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tiling: Tiling,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        first_head: int = 0,
-        num_heads: int | None = None,
-    ) -> None:
-        k, v, dk, dv = (x[..., : self.unit.head_dim] for x in (k, v, dk, dv))
-        super().hop(k, v, tiling, dk, dv, first_head, num_heads)  # the factors stay after K
 
 
 def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:

@@ -169,10 +169,9 @@ def select_backward(q: torch.Tensor, precision: str = "native") -> BackwardKerne
     native = precision == "native"
     unit = _select_unit("backward", q, "native" if native else "dequantised")
     if unit is None:
-        fallback = reference.BackwardPass if native else reference.DequantisedBackwardPass
+        fallback = partial(reference.BackwardPass, dequantised=not native)
         return BackwardKernel(reference.TILE_N, reference.TILE_M, fallback)
-    kernel = backward.BackwardPass if native else backward.DequantisedBackwardPass
-    return BackwardKernel(unit.tile_n, unit.tile_m, partial(kernel, unit))
+    return BackwardKernel(unit.tile_n, unit.tile_m, partial(backward.BackwardPass, unit))
 
 
 def select_local_kv(
@@ -180,7 +179,7 @@ def select_local_kv(
 ) -> local_kv.LocalKV:
     """What moves a rank's local K/V in a pass of several ranks, for its K (t, hk, d).
 
-    precision: of the call; a backward in 8 bits has the K of `BackwardInputs`.
+    precision: of the call; a backward in 8 bits has the K of `DequantisedInputs`.
     """
     unit = _select_unit(direction, *_attended(k, precision))
     if unit is None:

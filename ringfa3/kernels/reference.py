@@ -12,7 +12,6 @@ Shapes: t query rows, n key rows of a hop; h heads, hk KV heads, g = h // hk; d 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -157,9 +156,9 @@ class BackwardPass:
     Args:
         dout, q, out: (t, h, d).
         dlse, lse: (h, t) accumulation dtype, natural logarithm; a dlse of None stands for zeros.
+        dequantised: q, lse and the k, v of hops are those of
+            `quantisation.dequantised.DequantisedInputs`, see `attend_backward`.
     """
-
-    _most = math.inf  # of P
 
     def __init__(
         self,
@@ -172,9 +171,10 @@ class BackwardPass:
         scale: float,
         deterministic: bool,
         sink: torch.Tensor | None = None,
+        dequantised: bool = False,
     ) -> None:
         del plan, deterministic  # no padded rows, and one order of additions
-        self._dout, self._q, self._scale = dout, q, scale
+        self._dout, self._q, self._scale, self._dequantised = dout, q, scale, dequantised
         self._lse, self._delta = preprocess(dout, out, lse, dlse)
         self._dsink = None if sink is None else sink_gradient(self._lse, self._delta, sink)
         self._dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
@@ -204,7 +204,8 @@ class BackwardPass:
         if dout.shape[-1] < v.shape[-1]:
             dout = torch.nn.functional.pad(dout, (0, v.shape[-1] - dout.shape[-1]))
         lse, delta = self._lse[heads], self._delta[heads]
-        attend_backward(dout, q, k, v, lse, delta, tiling, self._scale, dq, dk, dv, self._most)
+        settings = self._scale, dq, dk, dv, self._dequantised
+        attend_backward(dout, q, k, v, lse, delta, tiling, *settings)
 
     def dq(self) -> torch.Tensor:
         """(t, h, d) in the dtype of q, after the last hop."""
@@ -213,35 +214,6 @@ class BackwardPass:
     def dsink(self) -> torch.Tensor:
         """(h,) in the dtype of LSE, of all rows; (0,) for a pass without a sink."""
         return self._lse.new_empty((0,)) if self._dsink is None else self._dsink
-
-
-class DequantisedBackwardPass(BackwardPass):
-    """As `BackwardPass`, of `quantisation.dequantised.BackwardInputs`.
-
-    K and dK have more columns than Q; the first of them is the factor by which K is divided, of the
-    tile's first row as in the kernel. Where the forward has summed its scores less exactly, LSE may
-    lie below a score: P is at most 1.
-    """
-
-    _most = 1.0
-
-    def hop(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        tiling: Tiling,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        first_head: int = 0,
-        num_heads: int | None = None,
-    ) -> None:
-        d = self._q.shape[-1]
-        first = torch.zeros(len(k), dtype=torch.int64, device=k.device)
-        for row0, rows in tiling.tiles[["row0", "rows"]].tolist():
-            first[row0 : row0 + rows] = row0
-        k, factor = k[..., :d].float(), k[..., d : d + 1].float()[first]
-        given = k / factor, v[..., :d], tiling, dk[..., :d], dv[..., :d]
-        super().hop(*given, first_head, num_heads)
 
 
 def attend_backward(
@@ -256,7 +228,7 @@ def attend_backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    most: float = math.inf,
+    dequantised: bool = False,
 ) -> None:
     """One hop of the backward pass.
 
@@ -265,13 +237,17 @@ def attend_backward(
         lse, delta: (h, t) from `preprocess`, over all hops together.
         dq: (t, h, d) accumulation dtype, added to.
         dk, dv: like k and v, as in `BackwardPass.hop`.
-        most: of P; larger ones become `most`.
+        dequantised: k and dk have more columns than q. The first of these, in a tile's first row as
+            in the kernel, is the factor that divides the tile's K. P is at most 1: where the
+            forward has summed scores less exactly, LSE may lie below a score.
     """
-    hk = k.shape[1]
+    hk, d = k.shape[1], q.shape[2]
     g = q.shape[1] // hk
     for row0, rows, first_span, num_spans, _, _ in tiling.tiles.tolist():
         here = slice(row0, row0 + rows)
         k_tile, v_tile = by_kv_head(k[here], hk), by_kv_head(v[here], hk)  # (hk, rows, d)
+        if dequantised:
+            k_tile = k_tile[..., :d] / k_tile[:, :1, d : d + 1]
         dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
         for q0, q1, k0, _, lo, hi in spans_of(tiling.spans, first_span, num_spans):
             j = row0 - k0
@@ -283,15 +259,15 @@ def attend_backward(
                 s = (q_block * scale) @ k_tile.mT  # (hk, g * m, rows)
                 apply_mask(s, m, i, j, j + rows, lo, hi)
                 p = s.sub_(lse[:, at].reshape(hk, g * m, 1)).exp_()
-                if most < math.inf:
-                    p.clamp_(max=most)  # NaN stays
+                if dequantised:
+                    p.clamp_(max=1)  # NaN stays
                 ds = do_block @ v_tile.mT
                 ds.sub_(delta[:, at].reshape(hk, g * m, 1)).mul_(p)
                 dv_tile.baddbmm_(p.mT, do_block)
                 dk_tile.baddbmm_(ds.mT, q_block, alpha=scale)
                 dq_block = torch.baddbmm(q_block, ds, k_tile, beta=0, alpha=scale)
                 dq[at] += dq_block.view(hk, g, m, -1).permute(2, 0, 1, 3).reshape(m, hk * g, -1)
-        dk[here], dv[here] = dk_tile.transpose(0, 1), dv_tile.transpose(0, 1)
+        dk[here, :, :d], dv[here] = dk_tile.transpose(0, 1), dv_tile.transpose(0, 1)
 
 
 def preprocess(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ringfa3.build.units import Unit
-from ringfa3.kernels.backward import BackwardPass, DequantisedBackwardPass
+from ringfa3.kernels.backward import BackwardPass
 from ringfa3.planning.context_plan import plan_context
 from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.quantisation.dequantised import FACTOR_COLUMNS
@@ -68,11 +68,13 @@ def problem(
     with_dlse: bool = True,
     equal_scores: float | None = None,
     head_dims: tuple[int, int] | None = None,
+    keys_of_factor: int | None = None,
 ) -> Problem:
     """A random problem; `heads` is (h, hk). For odd seeds q, k and v are views of one tensor.
 
     equal_scores: of all pairs, in nats; None: scores are N(0, 1). head_dims: (d, d_v), None: those
-    of `unit`.
+    of `unit`. keys_of_factor: keys of a sequence that share a factor of dequantised K; None: those
+    of a tile of `unit`.
     """
     torch.manual_seed(seed)
     dtype = getattr(torch, unit.dtype)
@@ -89,7 +91,9 @@ def problem(
     v = v[..., :d_v]
     if equal_scores is not None:
         q.fill_((equal_scores * d**-0.5) ** 0.5), k.fill_((equal_scores * d**-0.5) ** 0.5)
-    given_k, k = _with_factors(k, lengths) if unit.precision == "dequantised" else (k, k)
+    given_k = k
+    if unit.precision == "dequantised":
+        given_k, k = _with_factors(k, lengths, keys_of_factor or unit.tile_n)
     dout = torch.randn(t, h, d_v, device=device).to(dtype)
     dlse = torch.randn(h, t, device=device) * with_dlse
     mask = torch.from_numpy(dense.mask(*zip(*lengths, strict=True), *window)).to(device)
@@ -107,20 +111,18 @@ def problem(
 
 
 def _with_factors(
-    k: torch.Tensor, lengths: Sequence[tuple[int, int]]
+    k: torch.Tensor, lengths: Sequence[tuple[int, int]], shared: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K (n, hk, d) times a factor for each sequence and head, with the factor after its columns;
-    and what the kernel makes of it, in float64."""
-    rows = torch.tensor([n for _, n in lengths], device=k.device)
+    """K (n, hk, d) times factors, with the factor after its columns; and K that the kernel computes
+    from it, in float64. A head's factor holds for `shared` keys of a sequence."""
+    rows = torch.tensor(
+        [min(shared, n - i) for _, n in lengths for i in range(0, n, shared)], device=k.device
+    )
     factor = torch.empty(len(rows), k.shape[1], device=k.device).uniform_(0.6, 90)
     factor = factor.to(k.dtype).repeat_interleave(rows, 0).unsqueeze(-1)  # (n, hk, 1)
     times = (k.float() * factor.float()).to(k.dtype)
     columns = factor.expand(-1, -1, FACTOR_COLUMNS)
     return torch.cat((times, columns), -1), times.double() / factor.double()
-
-
-def backward_pass(unit: Unit) -> type[BackwardPass]:
-    return DequantisedBackwardPass if unit.precision == "dequantised" else BackwardPass
 
 
 def differentiate(
@@ -133,7 +135,7 @@ def differentiate(
     )
     with leave_sms(free_sms), _new_memory_holds_nan():
         rows = p.dout, p.dlse, p.q, p.out, p.lse
-        run = backward_pass(unit)(unit, *rows, p.plan, p.scale, deterministic)
+        run = BackwardPass(unit, *rows, p.plan, p.scale, deterministic)
         run.hop(p.k, p.v, tiling, dk, dv)
         return [run.dq(), dk[..., : p.q.shape[2]], dv]
 
@@ -236,13 +238,16 @@ def hops_hold_the_gate(
     first KV head runs first, the second last.
     """
     lengths, world, heads = [300, 1, 140, 64], 3, (4, 2)
-    p = problem(5, unit, device, [(n, n) for n in lengths], heads, (-1, 0), head_dims=head_dims)
+    p = problem(
+        5, unit, device, [(n, n) for n in lengths], heads, (-1, 0), head_dims=head_dims,
+        keys_of_factor=max(lengths),  # ranks cut sequences into tiles in their own ways
+    )  # fmt: skip
     (d, d_v), dims = (p.q.shape[2], p.v.shape[2]), p.k.shape[1:]
     values = F.pad(p.v, (0, d - d_v))
     plans = [plan_context(dense.cumulative(lengths), (r, world)) for r in range(world)]
     here = [plan.token_index.to(device) for plan in plans]
     runs = [
-        backward_pass(unit)(
+        BackwardPass(
             unit, p.dout[at], p.dlse[:, at], p.q[at], p.out[at], p.lse[:, at], plan.hops, p.scale,
             deterministic,
         )
