@@ -75,6 +75,7 @@ def quantised(
 ) -> tuple[QuantisedQ, QuantisedKV]:
     """The operands of a design; shapes as in `attention`."""
     formats = FORMATS[design.precision]
+    qk = formats.qk
     statistics = ChannelStatistics.of(k, v)
     if not design.centres:
         statistics.values[:2] = 0  # sums, and so means
@@ -86,22 +87,19 @@ def quantised(
         y = y - centres.k_mean
     if design.scales == "tile":
         keys = whole_sequences(np.array([len(k)], np.int64))
-        q_values, q_scale = round_rows(x, formats.qk)
-        k_values, k_scale = round_tiles(y, keys, formats.qk)
+        q_values, q_scale = round_rows(x, qk)
+        k_values, k_scale = round_tiles(y, keys, qk)
     else:
-        over = (0, 1, 2) if design.scales == "tensor" else (0, 2)
-        (q_values, q_scale), (k_values, k_scale) = (
-            _round_with(z, formats.qk.scale(z.abs().amax(over, keepdim=True)), design)
-            for z in (x, y)
+        per_tensor = design.scales == "tensor"
+        over = (0, 1, 2) if per_tensor else (0, 2)
+        q_most, k_most = (z.abs().amax(over, keepdim=True) for z in (x, y))
+        of_q, of_k = (qk.scale, qk.scale) if per_tensor else (qk.row_scale, qk.tile_scale)
+        q_scale, k_scale = of_q(q_most), of_k(k_most)
+        q_values, k_values = qk.round_row(x / q_scale, q_scale), qk.round(y / k_scale)
+        q_scale, k_scale = (
+            scale.squeeze(-1).expand(z.shape[:2]) for scale, z in ((q_scale, x), (k_scale, y))
         )
     if formats.v is not None:
         v = formats.v.round((v.float() - centres.v_mean) / centres.v_scale)
     queries = QuantisedQ(q_values, q_scale, k_offset(q, centres))
     return queries, QuantisedKV(k_values, k_scale, v, centres)
-
-
-def _round_with(
-    x: torch.Tensor, scale: torch.Tensor, design: Design
-) -> tuple[torch.Tensor, torch.Tensor]:
-    values = FORMATS[design.precision].qk.round(x / scale)
-    return values, scale.squeeze(-1).expand(x.shape[:2])
