@@ -72,9 +72,15 @@ def test_products_of_the_backward_are_exact_in_bfloat16(precision: str) -> None:
     assert torch.equal(1 / factor, k_scale)
 
 
-def test_a_rotation_is_taken_back() -> None:
-    x = torch.randn(5, 3, 128, dtype=torch.float64)
-    torch.testing.assert_close(rotate_back(rotate(x.float())), x.float(), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("d", [2, 64, 128, 256])
+def test_a_rotation_is_taken_back(d: int) -> None:
+    """To 1e-5 in float32, and to half a step of a number in bfloat16."""
+    x = torch.randn(5, 3, d)
+    torch.testing.assert_close(rotate_back(rotate(x)), x, rtol=0, atol=1e-5)
+    rotated = rotate(x).bfloat16()  # a gradient's dtype
+    back, exact = rotate_back(rotated), rotate_back(rotated.float())
+    assert back.dtype == torch.bfloat16
+    torch.testing.assert_close(back.float(), exact, rtol=2.0**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("d", [2, 64, 128, 256])

@@ -16,10 +16,6 @@ from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ, quantise
 from ringfa3.quantisation.rotation import rotate_back
 
 
-def _rows(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator)
-
-
 def normal(q: torch.Tensor, k: torch.Tensor, generator: torch.Generator) -> None:
     del q, k, generator
 
@@ -69,7 +65,7 @@ INPUTS = {
 }
 
 
-# Of dq and dk: the largest rms error over rms of a median of draws; else .006.
+# The bound of dq and dk: rms error over rms, the median of some draws. Other inputs have .006.
 MOST = {"key x10": 0.03, "key x100": 0.03, "key x1000": 0.25, "rms 9": 0.015, "rms 25": 0.015}
 
 
@@ -96,8 +92,8 @@ def inputs(
     """q, k, v, dout (t, h or hk, d) bfloat16 on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     h, hk = heads
-    q, dout = (_rows(generator, tokens, h, d) for _ in range(2))
-    k, v = (_rows(generator, tokens, hk, d) for _ in range(2))
+    q, dout = (torch.randn(tokens, h, d, generator=generator) for _ in range(2))
+    k, v = (torch.randn(tokens, hk, d, generator=generator) for _ in range(2))
     INPUTS[name](q, k, generator)
     return tuple(x.bfloat16() for x in (q, k, v, dout))
 
@@ -124,7 +120,7 @@ class Rounded(NamedTuple):
     def of_call(
         cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, precision: str, lengths: Ints
     ) -> Rounded:
-        """Of one device; lengths: of the documents of k."""
+        """The operands of a call on one device; lengths: those of the documents of k."""
         return cls.of(*quantise(q, k, v, whole_sequences(lengths), FORMATS[precision]))
 
 
