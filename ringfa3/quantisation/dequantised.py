@@ -34,12 +34,12 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def backward_keys(k: torch.Tensor) -> torch.Tensor:
-    """A "meta" tensor like K of `BackwardInputs`, for the k (n, hk, d) of a call."""
+    """A "meta" tensor like K of `DequantisedInputs`, for the k (n, hk, d) of a call."""
     shape = *k.shape[:2], k.shape[2] + FACTOR_COLUMNS
     return torch.empty(shape, dtype=operand_dtype(k.dtype), device="meta")
 
 
-class BackwardInputs(NamedTuple):
+class DequantisedInputs(NamedTuple):
     """Operands in `operand_dtype`; exact but for V, which is rounded to it.
 
     q    (t, h, d): rotated, times its scales
@@ -62,15 +62,20 @@ class BackwardInputs(NamedTuple):
         lse: torch.Tensor,
         scale: float,
         dtype: torch.dtype,
-    ) -> BackwardInputs:
-        """lse: (h, t), of the forward. scale: the softmax's. dtype: of the inputs."""
+    ) -> DequantisedInputs:
+        """From the operands of a forward and its lse (h, t).
+
+        Args:
+            scale: the softmax scale.
+            dtype: that of the call's inputs.
+        """
         dtype = operand_dtype(dtype)
         d = q.values.shape[-1]
         rounded_q = torch.empty(q.values.shape, dtype=dtype, device=lse.device)
         torch.mul(_numbers(q.values, dtype), q.scale.unsqueeze(-1), out=rounded_q)
-        # 1 / scale is a bfloat16 number, but for the rounding of the scale
-        factor, power = torch.frexp((1 / kv.k_scale).bfloat16().float())
-        power = torch.ldexp(torch.ones_like(factor), 1 - power).unsqueeze(-1)
+        # 1 / scale is a bfloat16 number, but for the rounding of the scale: factor * 2^exponent
+        factor, exponent = torch.frexp((1 / kv.k_scale).bfloat16().float())
+        power = torch.ldexp(torch.ones_like(factor), 1 - exponent).unsqueeze(-1)
         k = rounded_q.new_empty((*kv.k.shape[:2], d + FACTOR_COLUMNS))
         torch.mul(_numbers(kv.k, dtype), power, out=k[..., :d])
         k[..., d:] = 2 * factor.unsqueeze(-1)
@@ -82,7 +87,7 @@ class BackwardInputs(NamedTuple):
 
 
 def _numbers(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """8-bit numbers as something that PyTorch multiplies, as it does int8."""
+    """8-bit numbers in a dtype that PyTorch multiplies: int8, or `dtype` for E4M3."""
     return x if x.dtype == torch.int8 else x.to(dtype)
 
 

@@ -15,13 +15,15 @@ LEAST_V_SCALE = 2.0**-126  # the least normal float32; E4M3 then rounds to multi
 class Format:
     """A signed 8-bit format, symmetric around 0.
 
-    largest   finite value
-    row_bits  significant bits of the scale of a row of Q. The backward takes numbers times their
-              scale in bfloat16, of 8 bits: E4M3 has 4, and int8 has 7, see `round_row`.
+    largest         finite value
+    largest_of_row  value in a row of Q, see `row_scale`
+    row_bits        significant bits of the scale of a row of Q. The backward takes numbers times
+                    their scale in bfloat16, of 8 bits: E4M3 has 4, and int8 has 7, see `round_row`.
     """
 
     dtype: torch.dtype
     largest: float
+    largest_of_row: float
     row_bits: int
 
     def scale(self, amax: torch.Tensor, least: float = LEAST_SCALE) -> torch.Tensor:
@@ -29,12 +31,11 @@ class Format:
         return (amax.float() / self.largest).clamp(min=least)
 
     def row_scale(self, amax: torch.Tensor) -> torch.Tensor:
-        """The scale of a row of Q: amax / largest, rounded up to `row_bits` bits. NaN stays.
+        """The scale of a row of Q: amax / largest_of_row, rounded up to `row_bits` bits. NaN stays.
 
-        For int8 the largest number is 126, which is even.
+        `largest_of_row` of int8 is even, as `round_row` may require.
         """
-        largest = self.largest - (self.dtype == torch.int8)
-        scale = (amax.float() / largest).clamp(min=LEAST_SCALE)
+        scale = (amax.float() / self.largest_of_row).clamp(min=LEAST_SCALE)
         cut = (1 << 24 - self.row_bits) - 1
         bits = scale.view(torch.int32) + cut & ~cut
         return torch.where(scale.isnan(), torch.nan, bits.view(torch.float32))
@@ -69,8 +70,8 @@ class Format:
         return torch.where(threefold & (x.abs() > 85.5), 2 * self.round(x / 2), values)
 
 
-E4M3 = Format(torch.float8_e4m3fn, 448.0, row_bits=4)
-INT8 = Format(torch.int8, 127.0, row_bits=2)
+E4M3 = Format(torch.float8_e4m3fn, 448.0, largest_of_row=448.0, row_bits=4)
+INT8 = Format(torch.int8, 127.0, largest_of_row=126.0, row_bits=2)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 
 from ringfa3.attention_op import out_shape, register_attention, with_columns
 from ringfa3.custom_op import autocast_inputs, custom_op
-from ringfa3.kernels.dispatch import BackwardPass, select_backward, select_forward
+from ringfa3.kernels.dispatch import BackwardPass, select_backward, select_forward, select_quantised
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.streams import on
@@ -251,12 +251,14 @@ def ring_attention_backward(
         context = context.aligned(KEY_TILE)
         call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
         with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
-            around = quantised_forward.operands(q, k, v, call.plan, precision, call.messages)
+            kernel = select_quantised(q, precision)
+            rounding = quantised_forward.tiles_and_centres(kernel, k, v, call.plan, call.messages)
             grads = straight_through(
                 partial(run_backward, scale=scale, deterministic=deterministic, call=call),
                 *inputs,
                 scale,
-                *around,
+                kernel,
+                *rounding,
             )
     dq, dk, dv, dsink = grads if sink is not None else (*grads, lse.new_empty((0,)))
     return dq, dk, dv, dsink

@@ -57,7 +57,7 @@ def run_quantised_forward(
         kernel.attend(*kernel.quantise(q, k, v, plan.hops), tiling, scale, out, out[:0], lse)
         return out, lse
     assert transport is not None
-    _, tiles, centres = operands(q, k, v, plan, precision, transport)
+    tiles, centres = tiles_and_centres(kernel, k, v, plan, transport)
     records = kernel.quantise_kv(k, v, tiles, centres)
     hops, exchange = plan.on_grid(KEY_TILE)
     row = k.new_empty((sum(records.words),), dtype=torch.int32)
@@ -85,23 +85,21 @@ def run_quantised_forward(
     return out, lse
 
 
-def operands(
-    q: torch.Tensor,
+def tiles_and_centres(
+    kernel: QuantisedForward,
     k: torch.Tensor,
     v: torch.Tensor,
     plan: ContextPlan,
-    precision: str,
     transport: Transport | None,
-) -> tuple[QuantisedForward, KeyTiles, KVCentres]:
-    """What rounds a rank's q, k and v, its tiles of keys and the centres of all ranks.
+) -> tuple[KeyTiles, KVCentres]:
+    """A rank's tiles of keys, and the centres of all ranks' K and V.
 
     Arguments and errors as in `run_quantised_forward`.
     """
-    kernel = select_quantised(q, precision)
     parts = [kernel.statistics(k, v)]
     if transport is not None:
         parts = gather_statistics(parts[0], plan, transport)
-    return kernel, KeyTiles.of(plan, plan.shards[plan.rank]), kernel.centres(parts)
+    return KeyTiles.of(plan, plan.shards[plan.rank]), kernel.centres(parts)
 
 
 def launches(plan: ContextPlan, group_size: int) -> Ints:
