@@ -358,8 +358,11 @@ def from_plain(values: dict[str, Any]) -> Config:
     the only one of earlier versions, and data without ``eos_token`` documents without one. Raises
     ``ConfigError`` for values that no ``Config`` can have, such as a key of a later version.
     """
-    if not isinstance(values, dict) or not all(isinstance(v, dict | str) for v in values.values()):
+    if not isinstance(values, dict):
         raise ConfigError("the sections of a config are missing")
+    for key, value in values.items():
+        if not isinstance(value, str if key == "mode" else dict):
+            raise ConfigError(f"{key}={value} must be {'a word' if key == 'mode' else 'a section'}")
     for old, new in RENAMED.items():
         (section, key), (present, name) = old.split("."), new.split(".")
         if key in values.get(section, {}):
@@ -368,8 +371,8 @@ def from_plain(values: dict[str, Any]) -> Config:
             values = values | {section: kept, present: moved}
     if "data" in values:
         values = values | {"data": {"eos_token": NO_EOS} | values["data"]}
-    rope = values.get("model", {}).get("rope", {})
-    if rope.get("factor", 1.0) != 1.0 and "type" not in rope:
+    rope = values.get("model", {}).get("rope")
+    if isinstance(rope, dict) and rope.get("factor", 1.0) != 1.0 and "type" not in rope:
         values = values | {"model": values["model"] | {"rope": rope | {"type": "llama3"}}}
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))

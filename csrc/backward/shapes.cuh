@@ -61,8 +61,9 @@ struct PairStorage {
 
 struct NoPairStorage {};
 
-// The factor that divides the K of a work unit; it is 1 unless operands are dequantised. Scores times
-// `scale_log2`, the softmax scale over the factor, are in log2 units. All lanes hold the same values.
+// The factor that divides the K of a work unit; it is 1 unless operands are dequantised. Scores
+// times `scale_log2`, the softmax scale over the factor, are in log2 units. All lanes hold the same
+// values.
 struct KeyFactor {
   float factor, inverse, scale_log2;
 };

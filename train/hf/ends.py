@@ -64,9 +64,9 @@ def _begin_with_bos(tokenizer: Tokenizer, bos: int) -> None:
     text = tokenizer.encode("a", add_special_tokens=False).ids
     if tokenizer.encode("a").ids == [bos, *text]:
         return
-    name = tokenizer.id_to_token(bos)
+    # Templates have a label for the token: its name may have a colon, or begin with a dollar sign.
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=[f"{name}:0", "$A:0"],
-        pair=[f"{name}:0", "$A:0", f"{name}:1", "$B:1"],
-        special_tokens=[(name, bos)],
+        single=["BOS:0", "$A:0"],
+        pair=["BOS:0", "$A:0", "BOS:1", "$B:1"],
+        special_tokens=[{"id": "BOS", "ids": [bos], "tokens": [tokenizer.id_to_token(bos)]}],
     )

@@ -42,7 +42,7 @@ def run(config: Config) -> NoReturn:
     parallel = join(config.parallel, device)
     loaded = load_model(config, RunFolder(config), parallel, options.checkpoint, log)
     encoder = DocumentEncoder(loaded.tokenizer, config.data)
-    never = no_labels(config, encoder)
+    never = never_generated(config, encoder)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     tokens = [encoder.bos, *encoder.texts([prompt])[0]]
     log(f"{loaded.checkpoint}; a prompt of {len(tokens) - 1:,} tokens", soft_wrap=True)
@@ -94,8 +94,8 @@ def continuation(
         following = [token]
 
 
-def no_labels(config: Config, encoder: DocumentEncoder) -> list[int]:
-    """Ids that are never a training label: those of no token, and BOS unless it is EOS too."""
+def never_generated(config: Config, encoder: DocumentEncoder) -> list[int]:
+    """Ids of no token, and BOS, which stands inside no document, unless it is EOS too."""
     tokens = set(encoder.tokenizer.get_vocab().values())
     if encoder.bos != encoder.eos:
         tokens.remove(encoder.bos)

@@ -17,7 +17,7 @@ from train.data.encoder import DocumentEncoder
 from train.data.shards import open_corpus
 from train.data.tokenizer import encode, load_tokenizer, train_tokenizer
 from train.tasks.baselines import measure_baselines
-from train.tasks.generate import no_labels
+from train.tasks.generate import never_generated
 
 BOS = "<|endoftext|>"
 TEXT = "the ring keeps every token of every text, and attends to all of them; " * 3
@@ -220,7 +220,7 @@ def test_ids_with_holes_have_rows_up_to_the_largest(config, plain, tmp_path, las
     assert measure_baselines(corpus, None)["unigram"] > 0
     holes = set(range(last)) - set(vocabulary.values())
     encoder = DocumentEncoder(corpus.tokenizer, config.data)
-    assert set(no_labels(config, encoder)) == holes  # BOS ends documents too
+    assert set(never_generated(config, encoder)) == holes  # BOS ends documents too
     config.model.vocab_size = n_tokens
     with pytest.raises(ConfigError, match=rf"ids go up to {last}; .*model.vocab_size={last + 1}"):
-        no_labels(config, encoder)
+        never_generated(config, encoder)

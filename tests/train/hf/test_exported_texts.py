@@ -134,6 +134,17 @@ def test_generation_stops_at_the_ends_of_the_origin(tmp_path, stored):
     assert settings.eos_token_id == ([1, 5, 7] if stored else [1, 7])
 
 
+@pytest.mark.parametrize("bos", ["$A", "a:0", "<|endoftext|>"])
+def test_any_name_of_bos_begins_texts(tmp_path, bos):
+    """Templates of ``tokenizers`` give dollar signs and colons a meaning."""
+    tokenizer = train_tokenizer(["the ring"], 270, bos)
+    text = tokenizer.encode("the ring").ids
+    write_ends(tmp_path, DocumentEncoder(tokenizer, DataConfig(bos_token=bos)))
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded("the ring").input_ids == [0, *text]
+    assert loaded.bos_token == bos
+
+
 @pytest.mark.soak
 def test_a_model_learns_to_end_a_document(pretrain, tmp_path):
     """80 steps on documents of one sentence; the trainer and transformers stop after it."""

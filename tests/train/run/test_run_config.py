@@ -76,11 +76,14 @@ def test_a_folder_without_a_run_names_those_beside_it(run):
     [
         ('{"model": ', "Expecting value"),
         ("[]", "the sections of a config are missing"),
-        ('{"train": null}', "the sections of a config are missing"),
+        ('{"train": null}', "train=None must be a section"),
+        ('{"data": "text"}', "data=text must be a section"),
+        ('{"model": {"rope": "llama3"}}', r"model\.rope"),
+        ('{"mode": {}}', "mode={} must be a word"),
         ('{"train": {"later": 1}}', r"train\.later is not a key of this version"),
         ('{"train": {"steps": "many"}}', r"train\.steps: Value 'many'"),
     ],
-    ids=["torn", "list", "null", "later", "type"],
+    ids=["torn", "list", "null", "word", "value", "mode", "later", "type"],
 )
 def test_a_config_that_cannot_be_read_is_refused_by_its_file(run, content, problem):
     path = Path(run.run.dir) / "config.json"

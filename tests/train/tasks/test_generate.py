@@ -18,7 +18,7 @@ from train.model.transformer import LanguageModel, Transformer
 from train.run.run_config import read_config
 from train.run.run_folder import RunFolder
 from train.tasks import generate
-from train.tasks.generate import as_text, choose, continuation, no_labels, probabilities
+from train.tasks.generate import as_text, choose, continuation, never_generated, probabilities
 from train.tasks.load_model import load_model
 
 VOCABULARY = 60
@@ -169,7 +169,7 @@ def test_generated_text_is_that_of_the_weights(pretrain, trained_run):
     for eos, never in ((None, []), ("none", [0])):  # the token that begins documents ends them too
         config.data.eos_token = eos
         encoder = DocumentEncoder(trained.tokenizer, config.data)
-        assert no_labels(config, encoder) == [*never, *range(300, 320)]
+        assert never_generated(config, encoder) == [*never, *range(300, 320)]
 
 
 def test_a_prompt_comes_from_stdin_and_samples_differ(pretrain, trained_run):
