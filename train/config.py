@@ -379,6 +379,7 @@ def from_plain(values: dict[str, Any]) -> Config:
     except ConfigKeyError as error:
         raise ConfigError(f"{error.full_key} is not a key of this version") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(key + str(error).splitlines()[0]) from None
     assert isinstance(config, Config)
     return config

@@ -78,7 +78,7 @@ def test_a_folder_without_a_run_names_those_beside_it(run):
         ("[]", "the sections of a config are missing"),
         ('{"train": null}', "train=None must be a section"),
         ('{"data": "text"}', "data=text must be a section"),
-        ('{"model": {"rope": "llama3"}}', r"model\.rope"),
+        ('{"model": {"rope": "llama3"}}', r" Merge .* RopeConfig\. value: llama3"),
         ('{"mode": {}}', "mode={} must be a word"),
         ('{"train": {"later": 1}}', r"train\.later is not a key of this version"),
         ('{"train": {"steps": "many"}}', r"train\.steps: Value 'many'"),
