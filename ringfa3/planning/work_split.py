@@ -91,7 +91,10 @@ def split_work(
             table = table[np.argsort(table["first_head"], kind="stable")]
         if len(table) * kv_heads >= WAVES * num_ctas and least == math.inf:
             return table
-        makespan = _makespan(table, kv_heads, num_ctas)
+        costs = _costs(table)
+        if int(costs.sum()) * kv_heads >= least * num_ctas:
+            break  # the mean of the CTAs, which finer cuts only raise: each unit adds to the costs
+        makespan = _makespan(costs, kv_heads, num_ctas)
         if makespan < least:
             best, least = table, makespan
         if work * group * kv_heads >= FULL * least * num_ctas:
@@ -136,10 +139,15 @@ def _cut(tiling: Tiling, blocks: Ints, group: int, heads: int, rows: int) -> Tab
     return table
 
 
-def _makespan(table: Table, kv_heads: int, num_ctas: int) -> int:
-    """Time until the last unit is done, in row blocks; a free CTA fetches the next one."""
+def _costs(table: Table) -> Ints:
+    """(num_units,) time of each unit for one KV head, in row blocks."""
     shared = table["flags"] & SHARED > 0
-    costs = table["blocks"] * table["num_heads"] + SETUP + np.where(shared, REDUCE, 0)
+    costs: Ints = table["blocks"] * table["num_heads"] + SETUP + np.where(shared, REDUCE, 0)
+    return costs
+
+
+def _makespan(costs: Ints, kv_heads: int, num_ctas: int) -> int:
+    """Time until the last unit is done, in row blocks; a free CTA fetches the next one."""
     free = [0] * num_ctas
     for cost in np.repeat(costs, kv_heads).tolist():
         heapq.heapreplace(free, free[0] + cost)

@@ -20,9 +20,12 @@ from ringfa3.errors import first_line, gave_up
 from ringfa3.ring.entries import Settings, listed
 from ringfa3.ring.process_group import AbsentError, rendezvous
 from ringfa3.ring.store_monitor import PERIOD_S, entry_key, join_request_key
+from ringfa3.threads import JOIN_S
 
 MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
-POLL_S = (0.001, 0.005)  # between two looks for the entries of all ranks, first and longest
+# Between two looks for the entries of all ranks. The first pause grows with the ranks, whose looks
+# and keys load the same host: 10 us of it a look with 8 keys, 80 with 256.
+POLL_S, LONGEST_POLL_S = 25e-6, 0.005
 ASK_S = 0.1  # that a rank without trouble waits before it asks others to join
 BEFORE = "settings check before a ring call"
 NO_STORE = "no answer from the process group's store; has its host (MASTER_ADDR) stopped?"
@@ -52,6 +55,7 @@ class Agreements:
         self._ranks, self._rank, self.store = ranks, rank, store
         self._timeout_s, self._lost = timeout_s, lost
         self._own_store = False
+        self._thread: threading.Thread | None = None
         self._agreed: OrderedDict[str, None] = OrderedDict()
         self.agreement_id = 0
         self.cache_version = 0
@@ -66,6 +70,13 @@ class Agreements:
             self._agreed.popitem(last=False)
             self.cache_version += 1
 
+    def end(self) -> None:
+        """Waits for the latest agreement, whose thread may still delete keys. A thread that is in
+        C++ when Python ends would abort the process."""
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+        self.clear()
+
     def clear(self) -> None:
         self._agreed.clear()
         self.cache_version += 1
@@ -76,7 +87,8 @@ class Agreements:
         Raises NoAgreementError after the timeout, or as soon as another rank has given up.
         """
         self.agreement_id += 1
-        keys = [entry_key(self.agreement_id, r) for r in range(len(self._ranks))]
+        agreement_id = self.agreement_id
+        keys = [entry_key(agreement_id, r) for r in range(len(self._ranks))]
         entries: list[dict[str, Any]] = []
         problem = [f"{BEFORE}: {NO_STORE}"]
         done = threading.Event()
@@ -91,11 +103,14 @@ class Agreements:
                     self._own_store = True
                 self.store.set(keys[self._rank], json.dumps(entry))
                 trouble = entry["error"] is not None or entry["mid_call"]
-                if trouble or not self._all_set(keys, ASK_S):
-                    self.store.set(join_request_key(self.agreement_id), "")
-                if self._all_set(keys, deadline - time.monotonic()):
+                all_set = not trouble and self._all_set(keys, ASK_S)
+                if not all_set:
+                    self.store.set(join_request_key(agreement_id), "")
+                    all_set = self._all_set(keys, deadline - time.monotonic())
+                if all_set:
                     entries.extend(json.loads(e) for e in self.store.multi_get(keys))
-                    self._delete_keys(self.agreement_id - 2)
+                    done.set()  # the caller goes on
+                    self._delete_keys(agreement_id - 2)
                 else:
                     cause = self._lost()
                     problem[0] = gave_up(BEFORE, cause) if cause else self._absent(keys)
@@ -109,7 +124,8 @@ class Agreements:
                 done.set()
 
         # on a thread of its own: a call of a store whose host is stopped has no timeout
-        threading.Thread(target=enter, daemon=True, name="ringfa3-agreement").start()
+        self._thread = threading.Thread(target=enter, daemon=True, name="ringfa3-agreement")
+        self._thread.start()
         if not done.wait(limit + 3 * PERIOD_S) or not entries:
             raise NoAgreementError(problem[0])
         return entries
@@ -130,12 +146,12 @@ class Agreements:
     def _all_set(self, keys: list[str], seconds: float) -> bool:
         """Whether the keys are set in time. `Store.wait` would log its timeout as a warning."""
         deadline = time.monotonic() + seconds
-        pause, longest = POLL_S
+        pause = POLL_S * len(self._ranks)
         while not self.store.check(keys):
             if time.monotonic() > deadline or self._lost():
                 return False
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+            time.sleep(min(pause, LONGEST_POLL_S))
+            pause *= 2
         return True
 
     def _absent(self, keys: list[str]) -> str:

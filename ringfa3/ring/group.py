@@ -103,7 +103,7 @@ class RingGroup:
     def disconnect(self) -> None:
         """Closes the connections. Ranks destroy a process group together; where it still exists,
         this process ends, maybe before its peers."""
-        self.agreements.clear()
+        self.agreements.end()
         together = not self.alive and self._known_failure() is None
         try:
             self.connections.close(self._meet if together else None)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringfa3.planning import work_split
+from ringfa3.planning.context_plan import plan_context
 from ringfa3.planning.tiling import Tiling, plan_local
 from ringfa3.planning.work_split import SHARED, split_work, visited_blocks
 from tests.planning.test_tiling import rectangles
@@ -127,3 +130,37 @@ def test_long_rows_on_few_keys_still_fill_the_gpu() -> None:
     table = split_work(tiling, 64, 4, 1, 132, 128)
     assert len(table) >= 128
     assert (np.diff(table["first_head"]) >= 0).all()
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_cuts_that_cannot_be_faster_are_not_tried(
+    world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packing has a few long tiles and too few others to fill the GPU.
+
+    The reference tries every cut. At worst it assigns 50,000 work items for one hop.
+    """
+    assigned = 0
+    makespan = work_split._makespan
+
+    def count(costs: np.ndarray, kv_heads: int, num_ctas: int) -> int:
+        nonlocal assigned
+        assigned += len(costs) * kv_heads
+        return makespan(costs, kv_heads, num_ctas)
+
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        lengths = np.minimum(random.lognormal(6.8, 1.4, 99).astype(int) + 1, 1024 * world)
+        cu = np.minimum(np.r_[0, np.cumsum(lengths)], 4096 * world)
+        plan = plan_context(np.unique(cu).tolist(), (0, world))
+        for tiling in plan.hops.backward(128, 64):
+            blocks = visited_blocks(tiling, 64)
+            cuts = [(1, 1), *work_split._cuts(4, int(blocks.max(initial=0)))]
+            tables = [work_split._cut(tiling, blocks, 4, *cut) for cut in cuts]
+            times = [makespan(work_split._costs(table), 8, 132) for table in tables]
+            monkeypatch.setattr(work_split, "_makespan", count)
+            table = split_work(tiling, 64, 4, 8, 132, 128)
+            monkeypatch.undo()
+            filled = int(blocks.sum()) * 32 >= work_split.FULL * 132 * min(times)
+            assert filled or np.array_equal(table, tables[times.index(min(times))])
+    assert assigned < 5 * world * 1500
