@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from ringfa3.bench.common.cases import Case, K, documents, short
 
 LENGTHS = "lengths"  # the only set of speed that also runs on fewer ranks
-MEMORY, ERROR, HOST, CHECKPOINT = "memory", "error", "host", "checkpoint"
+MEMORY, ERROR, HOST, CHECKPOINT, FRESH = "memory", "error", "host", "checkpoint", "fresh"
 UNTIMED = (MEMORY, ERROR, HOST)
+STEPS = (CHECKPOINT, FRESH)  # a row is a forward and a backward of RingFA3, under "backward"
 RING_TOKENS = 256 * K  # of packed documents and windows
 SHARD_TOKENS = (4 * K, 16 * K, 64 * K)  # of each rank
 
@@ -86,6 +87,18 @@ def checkpointed_block(world: int, shrink: int) -> Iterable[RingCase]:
         yield ring_case(CHECKPOINT, label, (shard * world // shrink,), world)
 
 
+def fresh_packings(world: int, shrink: int) -> Iterable[RingCase]:
+    """Shards of a fixed length. Their documents change from step to step, see `packing`."""
+    for shard in SHARD_TOKENS:
+        lengths = packing(shard * world // shrink, random.Random(0))
+        yield ring_case(FRESH, f"{short(shard // shrink)} a GPU", lengths, world)
+
+
+def packing(tokens: int, rng: random.Random) -> tuple[int, ...]:
+    """Documents of log-uniform lengths, up to a quarter of the tokens."""
+    return documents(rng, tokens, min(64, max(1, tokens // 8)), max(2, tokens // 4))
+
+
 RING_SETS = {
     LENGTHS: one_sequence,
     "documents": packed_documents,
@@ -94,4 +107,5 @@ RING_SETS = {
     ERROR: error,
     HOST: host_time,
     CHECKPOINT: checkpointed_block,
+    FRESH: fresh_packings,
 }

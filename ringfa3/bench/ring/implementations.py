@@ -99,7 +99,11 @@ class Ring(Distributed):
         return self.transport in ("auto", "symmetric")
 
     def plan(self, case: Case) -> ContextPlan:
-        return plan_context(case.cumulative, self._group, "zigzag", True, (case.window[0], -1))
+        return self.plan_of(case.cumulative, case.window[0])
+
+    def plan_of(self, cu_seqlens: list[int], left: int = -1) -> ContextPlan:
+        """The causal plan of packed documents, with a window of `left` keys before each query."""
+        return plan_context(cu_seqlens, self._group, "zigzag", True, (left, -1))
 
     @property
     def _group(self) -> dist.ProcessGroup | None:

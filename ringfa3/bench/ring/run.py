@@ -36,16 +36,18 @@ from ringfa3.bench.common.results import Results, RingRow, Row
 from ringfa3.bench.common.timing import CudaStopwatch, OneByOne, Stopwatch, WallClock, protocol
 from ringfa3.bench.ring.baselines import DenseRing, SingleGpu, SingleGpuSameMask
 from ringfa3.bench.ring.cases import (
-    CHECKPOINT,
     ERROR,
+    FRESH,
     HOST,
     LENGTHS,
     MEMORY,
+    STEPS,
     UNTIMED,
     RingCase,
     ring_case,
 )
 from ringfa3.bench.ring.checkpoint import measure_checkpointed
+from ringfa3.bench.ring.fresh import measure_fresh
 from ringfa3.bench.ring.host_time import host_seconds
 from ringfa3.bench.ring.implementations import Distributed, Ring
 from ringfa3.bench.ring.load_balance import LoadBalance, plan_of_rank
@@ -68,6 +70,7 @@ from ringfa3.symmetric import ring_program
 from ringfa3.symmetric.forward_mode import FORWARD_MODES, gathered_bytes, select_forward_mode
 
 PRESENTATION = Presentation(ring_tables, ring_lines, ring_figures, ring_row_line)
+RECORDED_CALL = ring_program.RECORDED_CALL  # of the product
 WARM_UP_TOKENS = 64  # of each rank, before memory is measured
 T = TypeVar("T")
 
@@ -87,12 +90,10 @@ def run(options: Options) -> int:
 
     Raises BenchError, on every rank, where nothing can be measured.
     """
-    recorded = ring_program.RECORDED_CALL
-    ring_program.RECORDED_CALL = 2  # a row repeats one plan, as later steps of a run do
     try:
         return _run(options)
     finally:
-        ring_program.RECORDED_CALL = recorded
+        ring_program.RECORDED_CALL = RECORDED_CALL
 
 
 def _run(options: Options) -> int:
@@ -187,7 +188,7 @@ class Job:
     ) -> list[Implementation]:
         """RingFA3's ring first. Below the largest world, only it and its baseline on one GPU."""
         loaded, rings = self.loaded, self.rings(case, direction, comm)
-        if case.set in (ERROR, HOST, CHECKPOINT):
+        if case.set in (ERROR, HOST, *STEPS):
             return [*rings]
         found: list[Implementation] = [*rings]
         if case.set != MEMORY:
@@ -218,10 +219,13 @@ class Job:
         arguments = (case, direction, self.dtype, self.device, implementations)
         pairs = 0 if case.set == ERROR else self.options.pairs
         row: Row
+        # Other rows repeat one plan, as later steps of a run do. A step has 16 calls of a plan.
+        ring_program.RECORDED_CALL = RECORDED_CALL if case.set == FRESH else 2
         try:
-            if case.set == CHECKPOINT:
+            if case.set in STEPS:
                 ring = self.rings(case, direction, comm)[0]
-                row = measure_checkpointed(case, ring, self.dtype, self.device, pairs, stopwatch)
+                measure = measure_fresh if case.set == FRESH else measure_checkpointed
+                row = measure(case, ring, self.dtype, self.device, pairs, stopwatch)
             elif case.set in (MEMORY, HOST):
                 row = self._untimed(case, direction, implementations, comm)
             else:

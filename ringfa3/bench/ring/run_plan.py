@@ -11,11 +11,11 @@ from ringfa3.bench.common.cases import BACKWARD, DIRECTIONS, FORWARD
 from ringfa3.bench.common.communicator import under_torchrun
 from ringfa3.bench.common.machine import DTYPES, BenchError
 from ringfa3.bench.ring.cases import (
-    CHECKPOINT,
     LENGTHS,
     MEMORY,
     RING_SETS,
     RING_TOKENS,
+    STEPS,
     RingCase,
 )
 from ringfa3.kernels.dispatch import fallback_reason
@@ -78,7 +78,7 @@ def planned_rows(
             left_out.append(f"{direction}: {reason}, and the PyTorch fallback is not timed instead")
         else:
             directions.append(direction)
-    for name in (MEMORY, CHECKPOINT):
+    for name in (MEMORY, *STEPS):
         if name in options.sets and BACKWARD not in directions and not (smoke and name == MEMORY):
             reason = f"there is no {BACKWARD} in this run"
             left_out.append(f"{name} of a {FORWARD} and {BACKWARD}: {reason}")
@@ -88,7 +88,7 @@ def planned_rows(
             (case, direction)
             for direction in directions
             for case in here
-            if case.set not in (MEMORY, CHECKPOINT) or direction == BACKWARD
+            if case.set not in (MEMORY, *STEPS) or direction == BACKWARD
             if case.set != MEMORY or not smoke
         ]
     return rows, left_out
@@ -99,7 +99,7 @@ def _runs_on_its_world(case: RingCase, worlds: list[int], shrink: int) -> bool:
     largest = max(worlds)
     if case.set == LENGTHS:
         return case.world == largest or case.tokens * largest * shrink <= RING_TOKENS * case.world
-    return case.world == largest or case.set in (MEMORY, CHECKPOINT)
+    return case.world == largest or case.set in (MEMORY, *STEPS)
 
 
 def query(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from ringfa3.bench.common.report import row_line, row_name
 from ringfa3.bench.common.results import Results, RingRow, Row
 from ringfa3.bench.common.table import figure
-from ringfa3.bench.ring.cases import CHECKPOINT, ERROR, HOST, LENGTHS, MEMORY
+from ringfa3.bench.ring.cases import CHECKPOINT, ERROR, FRESH, HOST, LENGTHS, MEMORY
 from ringfa3.bench.ring.peers import ZIGZAG
 
 MIB = 1 << 20
@@ -145,6 +145,16 @@ def _checkpoint(rows: list[RingRow]) -> str:
     return f"{' / '.join(rows[0].implementations)}: {'; '.join(texts)}"
 
 
+def _fresh(rows: list[RingRow]) -> str:
+    """By row: milliseconds of a step on the same plan and on a fresh one, and their ratio."""
+    texts = []
+    for row in rows:
+        for name, comparison in row.comparisons.items():
+            times = " / ".join(figure(row.milliseconds(n)) for n in (row.first, name))
+            texts.append(f"{row.label} on {row.world}: {times} ms ({comparison.ratio:.3f})")
+    return f"{' / '.join(rows[0].implementations)}: {'; '.join(texts)}"
+
+
 def _each(values: Iterable[object]) -> str:
     return " / ".join(map(str, values))
 
@@ -160,4 +170,5 @@ LINES: dict[str, Callable[[list[RingRow]], str]] = {
     ERROR: _errors,
     HOST: _host,
     CHECKPOINT: _checkpoint,
+    FRESH: _fresh,
 }

@@ -10,14 +10,14 @@ from rich.table import Table
 from ringfa3.bench.common.cases import FORWARD
 from ringfa3.bench.common.results import Comparison, Results, RingRow
 from ringfa3.bench.common.table import caption, figure, ratio, stopped
-from ringfa3.bench.ring.cases import CHECKPOINT, HOST, MEMORY
+from ringfa3.bench.ring.cases import CHECKPOINT, FRESH, HOST, MEMORY, STEPS
 from ringfa3.bench.ring.summary import MIB, ring_rows
 
 
 def ring_tables(results: Results) -> Iterator[Table]:
     """Speed, a table for each direction; memory; checkpointed blocks; load balance."""
     rows = ring_rows(results)
-    others = (MEMORY, HOST, CHECKPOINT)
+    others = (MEMORY, HOST, *STEPS)
     for direction in dict.fromkeys(row.direction for row in rows):
         here = [row for row in rows if row.direction == direction and row.set not in others]
         if here:
@@ -26,6 +26,8 @@ def ring_tables(results: Results) -> Iterator[Table]:
         yield _memory(with_memory)
     if blocks := [row for row in rows if row.set == CHECKPOINT]:
         yield _checkpoint(results, blocks)
+    if fresh := [row for row in rows if row.set == FRESH]:
+        yield _fresh(results, fresh)
     if balance := {
         (row.label, row.world): row for row in rows if row.world > 1 and row.set not in others
     }:
@@ -138,6 +140,28 @@ def _checkpoint(results: Results, rows: list[RingRow]) -> Table:
             speedup = ratio(row.comparisons[name]) if name in row.comparisons else ""
             cells = (figure(row.milliseconds(name)), speedup, *map(str, row.rings[name]))
             table.add_row(str(row.world), row.label, name, *cells, _used(row, name))
+    return table
+
+
+def _fresh(results: Results, rows: list[RingRow]) -> Table:
+    table = Table(
+        title=f"A step of {rows[0].dtype} ring calls on {_paths(rows)}, host counted; ratio above "
+        "1: a plan that has run before is faster. Microseconds of the host, on the rank with most",
+        caption=caption(results, rows),
+        caption_style="bold red" if results.smoke else "dim",
+    )
+    for column in ("GPUs", "case", "plan", "ms", "ratio [95% interval]", "forward", "backward"):
+        table.add_column(column, justify="left" if column in ("case", "plan") else "right")
+    for row in rows:
+        table.add_section()
+        if row.stopped:
+            table.add_row(str(row.world), row.label, f"[red]{escape(row.stopped)}[/red]")
+            continue
+        for name in row.implementations:
+            slowdown = ratio(row.comparisons[name]) if name in row.comparisons else ""
+            host = (f"{1e6 * max(row.host[f'{name}, {d}']):.0f}" for d in ("forward", "backward"))
+            cells = (name, figure(row.milliseconds(name)), slowdown, *host)
+            table.add_row(str(row.world), row.label, *cells)
     return table
 
 

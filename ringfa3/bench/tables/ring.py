@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ringfa3.bench.common.results import Results, RingRow
 from ringfa3.bench.common.table import figure
-from ringfa3.bench.ring.cases import CHECKPOINT, ERROR, HOST, MEMORY
+from ringfa3.bench.ring.cases import CHECKPOINT, ERROR, FRESH, HOST, MEMORY
 from ringfa3.bench.ring.summary import MIB, ring_rows
 from ringfa3.bench.tables.markdown import peer, ratio, speed, table
 
@@ -114,6 +114,25 @@ def _checkpoint(rows: list[RingRow]) -> Iterator[str]:
     yield from table(columns, cells, 3)
 
 
+def _fresh(rows: list[RingRow]) -> Iterator[str]:
+    yield "Rows have the ring calls of a step with its own packing, the host counted. The ratio is"
+    yield "the time of a fresh plan over that of the same plan again. The last columns have the"
+    yield "microseconds of the host to start a call, on the rank with most."
+    yield ""
+    cells = []
+    for row in rows:
+        if row.stopped:
+            cells.append([str(row.world), row.label, *_instead(row, 5)])
+            continue
+        for name in row.implementations:
+            slowdown = ratio(row.comparisons[name]) if name in row.comparisons else ""
+            host = [f"{1e6 * max(row.host[f'{name}, {d}']):.0f}" for d in ("forward", "backward")]
+            times = [figure(row.milliseconds(name)), slowdown, *host]
+            cells.append([str(row.world), row.label, name, *times])
+    columns = ["GPUs", "case", "plan", "ms", "ratio [95%]", "forward, µs", "backward, µs"]
+    yield from table(columns, cells, 3)
+
+
 def _instead(row: RingRow, cells: int) -> list[str]:
     """Cells of a row without figures: why it has none."""
     return [row.stopped or "", *[""] * (cells - 1)]
@@ -124,4 +143,5 @@ TABLES: dict[str, Callable[[list[RingRow]], Iterator[str]]] = {
     HOST: _host,
     ERROR: _errors,
     CHECKPOINT: _checkpoint,
+    FRESH: _fresh,
 }

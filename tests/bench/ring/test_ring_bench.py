@@ -25,23 +25,25 @@ from ringfa3.bench.common.comparison import DeviceLostError
 from ringfa3.bench.common.implementations import RingFA3
 from ringfa3.bench.common.results import Results, RingRow, Row
 from ringfa3.bench.common.timing import WallClock
-from ringfa3.bench.ring import cases, checkpoint, memory
+from ringfa3.bench.ring import cases, checkpoint, fresh, memory
 from ringfa3.bench.ring import run as ring
 from ringfa3.bench.ring import run_plan as run_plan
 from ringfa3.bench.ring.cases import (
     CHECKPOINT,
     ERROR,
+    FRESH,
     HOST,
     LENGTHS,
     MEMORY,
     RING_SETS,
+    STEPS,
     RingCase,
     ring_case,
 )
 from ringfa3.bench.ring.implementations import Ring
 from ringfa3.bench.ring.load_balance import LoadBalance
 from ringfa3.bench.ring.memory import MemoryMeter, MemoryUse
-from ringfa3.planning.context_plan import plan_context
+from ringfa3.planning.context_plan import ContextPlan, plan_context
 from tests.support.dense import mask
 from tests.support.ranks import free_port, sacrifice
 
@@ -98,9 +100,9 @@ def test_a_job_of_two_ranks_from_end_to_end(tmp_path: Path) -> None:
 
 
 def test_sets_without_peers_from_end_to_end(tmp_path: Path) -> None:
-    """Errors, host times, checkpointed blocks, and memory, which only a GPU has."""
+    """Errors, host times, whole steps, and memory, which only a GPU has."""
     out = tmp_path / "out"
-    sets = ("error", "host", "memory", "checkpoint")
+    sets = ("error", "host", "memory", "checkpoint", "fresh")
     arguments = ("--device", "cpu", "--set", *sets, "--out", str(out))
     (code, printed), (other, _) = sacrifice(2, 60, bench, free_port(), *arguments, limit=300)
     assert (code, other) == (0, 0)
@@ -110,7 +112,8 @@ def test_sets_without_peers_from_end_to_end(tmp_path: Path) -> None:
     assert all(isinstance(row, RingRow) and row.stopped is None for row in found.rows)
     rows = [row for row in found.rows if isinstance(row, RingRow)]
     blocks = [row for row in rows if row.set == CHECKPOINT]
-    rows = [row for row in rows if row.set != CHECKPOINT]
+    fresh = [row for row in rows if row.set == FRESH]
+    rows = [row for row in rows if row.set not in STEPS]
     assert [(row.set, row.direction) for row in rows] == [
         (ERROR, FORWARD), (ERROR, FORWARD), (HOST, FORWARD),
         (ERROR, BACKWARD), (ERROR, BACKWARD), (HOST, BACKWARD),
@@ -132,14 +135,24 @@ def test_sets_without_peers_from_end_to_end(tmp_path: Path) -> None:
         assert row.comparisons.keys() == {"recomputed", "stored"}
         assert all(len(c.seconds[0]) == len(c.seconds[1]) == 10 for c in row.comparisons.values())
         assert row.memory == {}  # which only a GPU has
+    assert [(row.direction, row.world, row.label) for row in fresh] == [
+        (BACKWARD, 2, "4 a GPU"),
+        (BACKWARD, 1, "4 a GPU"),
+    ]
+    for row in fresh:
+        (comparison,) = row.comparisons.values()
+        assert len(comparison.seconds[0]) == len(comparison.seconds[1]) == 10
+        assert len(row.host) == 5
+        assert all(len(seconds) == row.world for seconds in row.host.values())
     assert {path.name for path in out.iterdir()} == {"results.json", "table.txt"}
-    error, host, block = printed.splitlines()[-3:]
+    error, host, block, steps = printed.splitlines()[-4:]
     assert "error: on 2 ranks over one, against float64: RingFA3 out " in error
     assert " dv " in error
     assert "host: µs to start a call, by rank: forward RingFA3 without gradients " in host
     assert "; backward RingFA3 " in host
     assert "checkpoint: kept / recomputed / stored: 4 a GPU on 2: kept " in block
     assert block.endswith(" of stored, 1 / 2 / 1 rings forward")
+    assert "fresh: the same plan again / a fresh plan: 4 a GPU on 2: " in steps
 
 
 def _other_weights(block: Callable[..., torch.Tensor], *inputs: torch.Tensor, **_: object) -> Any:
@@ -165,6 +178,24 @@ def test_a_block_that_recomputes_or_has_other_gradients_is_not_timed(
     )
     assert row.stopped is not None
     assert row.stopped.startswith(f"wrong: {message}")
+
+
+def test_each_step_of_fresh_has_a_packing_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not timed if the output of a plan changes."""
+    plans: list[ContextPlan] = []
+    step = fresh.Step.run
+
+    def run(self: fresh.Step, plan: ContextPlan) -> tuple[torch.Tensor, list[float]]:
+        plans.append(plan)
+        out, seconds = step(self, plan)
+        return out + (len(plans) > 30) * (len(plans) % 3), seconds
+
+    monkeypatch.setattr(fresh.Step, "run", run)
+    case, device = next(iter(RING_SETS["fresh"](1, 256))), torch.device("cpu")
+    row = fresh.measure_fresh(case, Ring(Communicator()), torch.bfloat16, device, 10, WallClock())
+    assert row.stopped == "wrong: step 10: a fresh plan and the same plan again differ in out"
+    assert [id(plan) for plan in plans[::3]] == [id(plan) for plan in plans[2::3]]
+    assert len({plan.digest for plan in plans}) == 11
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ from ringfa3.bench.common.results import Comparison, Results, RingRow, Row
 from ringfa3.bench.ring.cases import (
     CHECKPOINT,
     ERROR,
+    FRESH,
     HOST,
     LENGTHS,
     MEMORY,
     RING_SETS,
+    STEPS,
     ring_case,
 )
 from ringfa3.bench.ring.plot import ring_figures
@@ -46,7 +48,7 @@ def results() -> Results:
         for world in (4, 1):
             for make in RING_SETS.values():
                 for case in make(world, 256):
-                    if case.set in (MEMORY, CHECKPOINT) and direction == FORWARD:
+                    if case.set in (MEMORY, *STEPS) and direction == FORWARD:
                         continue
                     row = RingRow.of(case, direction, "bfloat16", IMPLEMENTATIONS)
                     row.baselines = IMPLEMENTATIONS[1:3]
@@ -69,7 +71,15 @@ def results() -> Results:
                         row.comparisons = {"recomputed": match(1.25), "stored": match(0.75)}
                         for found in row.comparisons.values():
                             found.tflops = None
-                    if case.set in (HOST, MEMORY, ERROR, CHECKPOINT):
+                    if case.set == FRESH:
+                        row.implementations = ["the same plan again", "a fresh plan"]
+                        row.comparisons = {"a fresh plan": match(2.03)}
+                        row.host = {
+                            f"{name}, {way}": [1e-4, 2e-4]
+                            for name in row.implementations
+                            for way in ("forward", "backward")
+                        }
+                    if case.set in (HOST, MEMORY, ERROR, *STEPS):
                         rows.append(row)
                         continue
                     row.comparisons = {
@@ -120,13 +130,16 @@ def test_tables_say_what_ran_and_every_row_with_figures_or_why_not(results: Resu
     assert "3072 (1024)" in printed
     assert "out of memory" in printed
     assert "Load balance of the plan" in printed
+    fresh = next(x for x in printed.splitlines() if "a fresh plan" in x)
+    cells = [cell.strip() for cell in fresh.split("│")[1:-1]]
+    assert cells == ["4", "16 a GPU", "a fresh plan", "2030", "2.030 [2.020, 2.040]", "200", "200"]
     way = next(x for x in printed.splitlines() if "recomputed" in x)
     cells = [cell.strip() for cell in way.split("│")[1:-1]]
     assert cells[2:] == ["recomputed", "1250", "1.250 [1.240, 1.260]", "2", "1", "7 (2)"]
 
 
 def test_each_set_has_a_line_at_the_end(results: Results) -> None:
-    lengths, documents, _, error, host, memory, block, rest = ring_lines(results)
+    lengths, documents, _, error, host, memory, block, fresh, rest = ring_lines(results)
     assert lengths.startswith(
         "lengths: forward on 4: 0.950 0.950 0.950 0.950 of the single-GPU baseline, "
     )
@@ -143,6 +156,9 @@ def test_each_set_has_a_line_at_the_end(results: Results) -> None:
         "checkpoint: kept / recomputed / stored: 16 a GPU on 4: kept 1000 ms, 1.250 of "
         "recomputed, 0.750 of stored, 1 / 2 / 1 rings forward, 7 / 7 / 7 MiB at the peak, "
         "4 / 2 / 6 from forward to backward; 64 a GPU on 4: "
+    )
+    assert fresh.startswith(
+        "fresh: the same plan again / a fresh plan: 16 a GPU on 4: 1000 / 2030 ms (2.030); 64 a"
     )
     assert rest == "1 rows without figures, the first: wrong: out is off by 1"
     results.smoke = True

@@ -91,6 +91,7 @@ def test_figures_are_those_of_the_file(page: Path) -> None:
         ("host", "| backward | x | out of memory |  |"),
         ("error", "| backward | 2 | x | out of memory |  |"),
         ("checkpoint", "| 2 | x | out of memory |  |  |  |  |"),
+        ("fresh", "| 2 | x | out of memory |  |  |  |  |"),
     ],
 )
 def test_a_row_without_figures_says_why(name: str, line: str) -> None:

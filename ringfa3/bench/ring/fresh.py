@@ -1,0 +1,122 @@
+"""A step of packed training: ring calls on a packing never seen before, and on the same one again.
+
+Both count the host. A loader makes the plan, so its time is a figure of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import defaultdict
+
+import torch
+
+from ringfa3 import ring_attn_func
+from ringfa3.bench.common.accuracy import WrongResultError
+from ringfa3.bench.common.cases import BACKWARD
+from ringfa3.bench.common.comparison import (
+    comparison_of,
+    raising_on_all_ranks,
+    recording_stop,
+    release_memory,
+)
+from ringfa3.bench.common.implementations import tensor
+from ringfa3.bench.common.results import RingRow
+from ringfa3.bench.common.timing import Paired, Stopwatch, median
+from ringfa3.bench.ring.cases import RingCase, packing
+from ringfa3.bench.ring.implementations import Ring
+from ringfa3.planning.context_plan import ContextPlan
+
+# The calls on a plan that has run before, and on one that has not.
+AGAIN, FRESH = MODES = ("the same plan again", "a fresh plan")
+LAYERS, SMOKE_LAYERS = 16, 2  # forwards of a step, then as many backwards; on a GPU and on a CPU
+WARM_UP_STEPS = 2
+
+
+class Step:
+    """The ring calls of a step: q (t, h, d), k, v (t, h_kv, d) and dout of t local tokens."""
+
+    def __init__(self, case: RingCase, ring: Ring, dtype: torch.dtype, device: torch.device):
+        self._transport, self._device = ring.transport, device
+        self._layers = LAYERS if device.type == "cuda" else SMOKE_LAYERS
+        generator = torch.Generator(device).manual_seed(1 + ring.comm.rank)
+        # Ranks of a plan may have a few tokens more than the mean.
+        tokens = case.tokens // case.world + case.tokens % case.world + 1
+
+        def normal(heads: int) -> torch.Tensor:
+            shape = (tokens, heads, case.head_dim)
+            return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+        self._qkv = [normal(n) for n in (case.heads, case.kv_heads, case.kv_heads)]
+        self._dout = normal(case.heads)
+
+    def run(self, plan: ContextPlan) -> tuple[torch.Tensor, list[float]]:
+        """The first output, and seconds: of the host to start the forwards, to start the backwards,
+        and of all until the device has finished."""
+        q, k, v = (x[: plan.local_tokens].detach().requires_grad_() for x in self._qkv)
+        dout = self._dout[: plan.local_tokens]
+        times = [time.perf_counter()]
+        outs = [
+            tensor(ring_attn_func(q, k, v, plan, transport=self._transport))
+            for _ in range(self._layers)
+        ]
+        times.append(time.perf_counter())
+        for out in outs:
+            torch.autograd.grad(out, (q, k, v), dout)
+        times.append(time.perf_counter())
+        self.wait()
+        forward, backward, all_calls = (t - times[0] for t in (*times[1:], time.perf_counter()))
+        calls = self._layers
+        return outs[0].detach(), [forward / calls, (backward - forward) / calls, all_calls]
+
+    def wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def measure_fresh(
+    case: RingCase,
+    ring: Ring,
+    dtype: torch.dtype,
+    device: torch.device,
+    pairs: int,
+    stopwatch: Stopwatch,
+) -> RingRow:
+    """The row of a case: steps on a packing of their own, each followed by steps on the same one.
+
+    The ratio is the time of a fresh plan over that of the plan's third step. Timed only where both
+    give equal bits.
+    """
+    row = RingRow.of(case, BACKWARD, str(dtype).removeprefix("torch."), MODES)
+    assert isinstance(row, RingRow)
+    comm = stopwatch.comm
+    with recording_stop(row, comm):
+        release_memory(device)
+        with raising_on_all_ranks(device, comm):
+            step = Step(case, ring, dtype, device)
+            seconds: dict[str, list[float]] = defaultdict(list)
+            host: dict[str, list[float]] = defaultdict(list)
+            for number in range(WARM_UP_STEPS + pairs):
+                lengths = packing(case.tokens, random.Random(1 + number))
+                begin = time.perf_counter()
+                plan = ring.plan_of([0, *itertools.accumulate(lengths)])
+                _ = plan.digest  # made where the plan is
+                host["plan"].append(time.perf_counter() - begin)
+                outs = {}
+                for mode in (FRESH, "second", AGAIN):
+                    step.wait()
+                    comm.barrier()
+                    outs[mode], (forward, backward, all_calls) = step.run(plan)
+                    host[f"{mode}, forward"].append(forward)
+                    host[f"{mode}, backward"].append(backward)
+                    seconds[mode].append(all_calls)
+                if not torch.equal(outs[FRESH], outs[AGAIN]):
+                    raise WrongResultError(f"step {number}: {FRESH} and {AGAIN} differ in out")
+        with raising_on_all_ranks(device, comm):
+            again, fresh = (comm.maximum(seconds[mode][WARM_UP_STEPS:]) for mode in MODES)
+            row.comparisons[FRESH] = comparison_of(Paired(again, fresh, 1, (0.0, 0.0)))
+            for name, values in host.items():
+                if not name.startswith("second"):
+                    row.host[name] = comm.all_gather_object(median(values[WARM_UP_STEPS:]))
+    return row
