@@ -294,9 +294,9 @@ def test_an_output_without_a_gradient_costs_no_zeros(monkeypatch: pytest.MonkeyP
     given = []
     begin = reference.BackwardPass
 
-    def noted(*args: object) -> reference.BackwardPass:
+    def noted(*args: object, **keywords: object) -> reference.BackwardPass:
         given.append(args[1])
-        return begin(*args)  # type: ignore[arg-type]
+        return begin(*args, **keywords)  # type: ignore[arg-type]
 
     monkeypatch.setattr(reference, "BackwardPass", noted)
     inputs = dense_inputs(1, 7, 7)

@@ -34,7 +34,6 @@ from ringfa3.bench.common.problem import Implementation, make_problem
 from ringfa3.bench.common.report import Presentation, Report
 from ringfa3.bench.common.results import Results, RingRow, Row
 from ringfa3.bench.common.timing import CudaStopwatch, OneByOne, Stopwatch, WallClock, protocol
-from ringfa3.bench.ring.baselines import DenseRing, SingleGpu, SingleGpuSameMask
 from ringfa3.bench.ring.cases import (
     ERROR,
     FRESH,
@@ -49,7 +48,13 @@ from ringfa3.bench.ring.cases import (
 from ringfa3.bench.ring.checkpoint import measure_checkpointed
 from ringfa3.bench.ring.fresh import measure_fresh
 from ringfa3.bench.ring.host_time import host_seconds
-from ringfa3.bench.ring.implementations import Distributed, Ring
+from ringfa3.bench.ring.implementations import (
+    DenseRing,
+    Distributed,
+    Ring,
+    SingleGpu,
+    SingleGpuSameMask,
+)
 from ringfa3.bench.ring.load_balance import LoadBalance, plan_of_rank
 from ringfa3.bench.ring.memory import MemoryMeter, MemoryUse
 from ringfa3.bench.ring.peers import (

@@ -28,9 +28,8 @@ from ringfa3.bench.common.problem import (
 from ringfa3.bench.common.results import RingRow
 from ringfa3.bench.common.timing import WallClock
 from ringfa3.bench.ring import implementations, peers
-from ringfa3.bench.ring.baselines import DenseRing, SingleGpu, SingleGpuSameMask
 from ringfa3.bench.ring.cases import RingCase
-from ringfa3.bench.ring.implementations import Ring
+from ringfa3.bench.ring.implementations import DenseRing, Ring, SingleGpu, SingleGpuSameMask
 from ringfa3.bench.ring.peers import (
     ZIGZAG_FUNCTION,
     TorchRing,
