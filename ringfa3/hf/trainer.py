@@ -223,6 +223,11 @@ def _refuse(trainer: Any) -> None:
         )
     if not getattr(trainer, "model_accepts_loss_kwargs", False):
         _reject(type(model).__name__, "its forward takes no **kwargs, so no ringfa3_plan")
+    if args.world_size % trainer.get_cp_size():
+        _reject(
+            f"world_size={args.world_size}",
+            "the trainer is not distributed: start it with torchrun; on CPUs pass use_cpu=True",
+        )
     if getattr(trainer, "aux_loss_enabled", False):
         _reject(
             f"router_aux_loss_coef={trainer.router_aux_loss_coef}",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ import transformers
 import ringfa3.hf
 from ringfa3.hf.trainer import ContextParallel
 from tests.support.hf_trainers import Case, Outcome, run
+from tests.support.markdown import ROOT
 
 BOUND = 5e-6  # of a gradient, relative to its largest element; of a figure in the logs
 FLOOR = 1e-6  # of the largest gradient: smaller ones are rounding
@@ -24,6 +29,7 @@ CASES = {
     "SFT padding-free": Case("gpt-oss", "ringfa3", "padding_free", {"router_aux_loss_coef": 0.0}),
 }
 REFUSED = {
+    "world_size=1": Case("llama", options={"use_cpu": False}),
     "label_smoothing_factor=0.1": Case("llama", options={"label_smoothing_factor": 0.1}),
     "torch_compile=True": Case("llama", options={"torch_compile": True}),
     "auto_find_batch_size=True": Case("llama", options={"auto_find_batch_size": True}),
@@ -32,9 +38,9 @@ REFUSED = {
     "input_ids differs between the ranks": Case("llama", collator="unequal"),
 }
 MORE = {
-    "two groups": Case("qwen3", dp=2),
-    "two groups, SFT": Case("gemma3", collator="packing", dp=2),
-    "checkpointing": Case("llama", options={"gradient_checkpointing": True}),
+    "two groups": Case("qwen3", dp=2, worlds=(2, 4)),
+    "two groups, SFT": Case("gemma3", collator="packing", dp=2, worlds=(2, 4)),
+    "checkpointing": Case("llama", options={"gradient_checkpointing": True}, worlds=(1, 2, 4)),
 }
 
 
@@ -43,9 +49,9 @@ def outcome(folder: Path, name: str, world: int) -> Outcome:
     return found
 
 
-def assert_alike(folder: Path, name: str, world: int) -> None:
+def assert_alike(folder: Path, name: str, world: int, dp: int = 1) -> None:
     """Gradients of all steps, and all figures of training and evaluation except times."""
-    ring, stock = outcome(folder, name, world), outcome(folder, name, 1)
+    ring, stock = outcome(folder, name, world), outcome(folder, name, dp)
     assert "error" not in ring, ring["error"]
     assert len(ring["grads"]) == len(stock["grads"]) == 2
     for ours, theirs in zip(ring["grads"], stock["grads"], strict=True):
@@ -66,11 +72,11 @@ def test_steps_and_logs_are_those_of_one_process(tmp_path: Path) -> None:
 
     Refused settings, and batches that differ in a group, raise on every rank: none waits.
     """
-    run([1, 2, 3], CASES, tmp_path, 400)
+    refused = {name: replace(case, worlds=(2,)) for name, case in REFUSED.items()}
+    run(CASES | refused, tmp_path, 400)
     for name in CASES:
-        for world in (2, 3):
-            assert_alike(tmp_path, name, world)
-    run([2], REFUSED, tmp_path, 200)
+        assert_alike(tmp_path, name, 2)
+        assert_alike(tmp_path, name, 3)
     for setting in REFUSED:
         problem = outcome(tmp_path, setting, 2)["error"]
         assert problem.startswith("ValueError: ")
@@ -79,11 +85,10 @@ def test_steps_and_logs_are_those_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_groups_are_data_parallel(tmp_path: Path) -> None:
-    run([1, 2, 4], MORE, tmp_path, 500)
+    run(MORE, tmp_path, 500)
     for name, case in MORE.items():
-        for world in (2, 4):
-            if world > case.dp:
-                assert_alike(tmp_path, name, world)
+        for world in case.worlds[1:]:
+            assert_alike(tmp_path, name, world, case.dp)
 
 
 def test_trainers_with_a_loss_of_their_own_are_refused() -> None:
@@ -113,3 +118,15 @@ def test_a_size_that_does_not_divide_the_processes_is_named() -> None:
     config = ContextParallel(3)
     with pytest.raises(ValueError, match="1 processes are no multiple of 3"):
         config.build_device_mesh("cpu")
+
+
+@pytest.mark.soak
+def test_the_example_trains(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command.append(str(ROOT / "examples" / "hf_trainer.py"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'train_loss'" in done.stdout

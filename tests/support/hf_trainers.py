@@ -1,6 +1,6 @@
 """Steps of Hugging Face's trainers, in processes that share one import of transformers and trl.
 
-`run` starts a process that imports them. It forks one stock trainer in a process of its own, and
+`run` starts a process that imports them. It forks the stock trainer, in a process of its own, and
 the ranks of each CP size. Each writes what its trainer did.
 """
 
@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ class Case:
     collator   "flattening" (packed), "left" or "right" (padded), "unequal" (between ranks); or of
                TRL: "packing", "padding_free"
     options    of the arguments of the trainer
-    dp         CP groups; the stock trainer accumulates what they do
+    dp         CP groups
+    worlds     numbers of processes; with `dp` of them it is the stock trainer, under DDP
     """
 
     model: str
@@ -41,6 +42,7 @@ class Case:
     collator: str = "flattening"
     options: dict[str, Any] = field(default_factory=dict)
     dp: int = 1
+    worlds: tuple[int, ...] = (1, 2, 3)
 
     @property
     def trl(self) -> bool:
@@ -50,12 +52,9 @@ class Case:
 Outcome = dict[str, Any]  # "grads": by step and name; "logs": of the trainer; "error": a message
 
 
-def run(worlds: Sequence[int], cases: dict[str, Case], folder: Path, limit: float) -> None:
-    """Write `folder/CASE-WORLD.pt`, the `Outcome` on rank 0, for each case and world.
-
-    World 1 is the stock trainer.
-    """
-    process = SERVER.Process(target=_start_worlds, args=(list(worlds), cases, str(folder)))
+def run(cases: dict[str, Case], folder: Path, limit: float) -> None:
+    """Write `folder/CASE-WORLD.pt`, the `Outcome` on rank 0, for the worlds of each case."""
+    process = SERVER.Process(target=_start_worlds, args=(cases, str(folder)))
     process.start()
     process.join(limit)
     if process.exitcode is None:
@@ -63,7 +62,7 @@ def run(worlds: Sequence[int], cases: dict[str, Case], folder: Path, limit: floa
     assert process.exitcode == 0, (folder / "errors").read_text()
 
 
-def _start_worlds(worlds: list[int], cases: dict[str, Case], folder: str) -> None:
+def _start_worlds(cases: dict[str, Case], folder: str) -> None:
     import accelerate.optimizer  # noqa: F401
     import transformers.trainer  # noqa: F401
 
@@ -72,10 +71,11 @@ def _start_worlds(worlds: list[int], cases: dict[str, Case], folder: str) -> Non
 
     fork = multiprocessing.get_context("fork")
     exits = []
-    for world in worlds:
+    for world in sorted({world for case in cases.values() for world in case.worlds}):
+        here = {name: case for name, case in cases.items() if world in case.worlds}
         port = free_port()
         ranks = [
-            fork.Process(target=_rank, args=(rank, world, port, cases, folder))
+            fork.Process(target=_rank, args=(rank, world, port, here, folder))
             for rank in range(world)
         ]
         for rank in ranks:
@@ -95,8 +95,6 @@ def _rank(rank: int, world: int, port: int, cases: dict[str, Case], folder: str)
     torch.set_num_threads(1)
     code = 0
     for name, case in cases.items():
-        if world > 1 and (world % case.dp or world == case.dp):
-            continue
         with Path(folder, "errors").open("a") as errors, contextlib.redirect_stdout(errors):
             try:
                 outcome = train(case, world)
@@ -134,13 +132,14 @@ def make_trainer(case: Case, world: int, folder: str, grads: list[dict[str, torc
 
     ringfa3.hf.register()
     cp = world // case.dp
+    ring = cp > 1
     settings: dict[str, Any] = {
         "output_dir": folder,
         "use_cpu": True,
         "max_steps": STEPS,
         "per_device_train_batch_size": 3,
         "per_device_eval_batch_size": 2,
-        "gradient_accumulation_steps": 2 * case.dp if world == 1 else 2,
+        "gradient_accumulation_steps": 2,
         "eval_strategy": "steps",
         "eval_steps": 1,
         "logging_steps": 1,
@@ -153,12 +152,12 @@ def make_trainer(case: Case, world: int, folder: str, grads: list[dict[str, torc
         "bf16": False,
         **case.options,
     }
-    if world > 1:
+    if ring:
         settings["parallelism_config"] = ringfa3.hf.ContextParallel(cp)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         config_of(case.model, initializer_range=0.15, use_cache=False),
-        attn_implementation="ringfa3" if world > 1 else case.attention,
+        attn_implementation="ringfa3" if ring else case.attention,
         **EXPERTS,
     )
 
@@ -166,8 +165,8 @@ def make_trainer(case: Case, world: int, folder: str, grads: list[dict[str, torc
         def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
             grads.append({name: _whole(p) for name, p in model.named_parameters()})
 
-    wrap: Callable[[type], type] = ringfa3.hf.context_parallel if world > 1 else lambda x: x
-    data: dict[str, Any] = {"train_dataset": rows(17, 0), "eval_dataset": rows(5, 1)}
+    wrap: Callable[[type], type] = ringfa3.hf.context_parallel if ring else lambda x: x
+    data: dict[str, Any] = {"train_dataset": rows(41, 0), "eval_dataset": rows(5, 1)}
     if case.trl:
         return _sft_trainer(case, wrap, model, settings, data, Spy())
     flatten = transformers.DataCollatorWithFlattening()
