@@ -73,7 +73,7 @@ def test_packed_documents_give_one_loss_and_one_gradient(
 
 def test_every_example_says_how_it_is_started_and_is_tested() -> None:
     tested = set(re.findall(r'shared\("(\w+\.py)"', Path(__file__).read_text()))
-    tested.add("hf_cp.py")  # tests/hf/test_context_parallel.py
+    tested |= {"hf_cp.py", "hf_trainer.py"}  # tests/hf/test_context_parallel.py, test_trainer.py
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == tested
     for name in tested:
         said = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())) or ""

@@ -39,7 +39,14 @@ ORDER = [
     "bench",
 ]
 # What a package's `__init__.py` exports, besides that of ringfa3.
-PUBLIC_NAMES = {"hf": ["from ringfa3.hf.registration import register", "__all__ = ['register']"]}
+PUBLIC_NAMES = {
+    "hf": [
+        "from ringfa3.hf.lazy import lazy_names",
+        "from ringfa3.hf.registration import register",
+        "__all__ = ['ContextParallel', 'context_parallel', 'register', 'shard_batch', 'verify']",
+        "__getattr__ = lazy_names()",
+    ]
+}
 SUFFIXES = {".py", ".cu", ".cuh", ".h", ".cpp"}
 FOLDERS = ("ringfa3", "csrc", "benchmarks", "train", "tests", "examples")
 CODE = [p for name in FOLDERS for p in (ROOT / name).rglob("*") if p.suffix in SUFFIXES]

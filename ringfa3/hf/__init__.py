@@ -1,10 +1,12 @@
-"""Hugging Face models on RingFA3: `register()`, then `attn_implementation="ringfa3"`.
+"""Hugging Face models and trainers on RingFA3: `register()`, `context_parallel`, `verify`.
 
-In: what transformers passes to attention and mask functions. Out: outputs, or a ValueError.
+In: masks, keywords and batches of transformers. Out: outputs, losses, or a ValueError.
 Imports `custom_op`, `tensor_cache`, `attention_op`, `functional`, `kernels`, `planning`, `ring`,
-`validation`; transformers, which `import ringfa3` does not import.
+`validation`; transformers and accelerate, which `import ringfa3` does not import.
 """
 
+from ringfa3.hf.lazy import lazy_names
 from ringfa3.hf.registration import register
 
-__all__ = ["register"]
+__all__ = ["ContextParallel", "context_parallel", "register", "shard_batch", "verify"]
+__getattr__ = lazy_names()

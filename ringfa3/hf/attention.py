@@ -8,7 +8,7 @@ import torch
 
 from ringfa3.attention_op import with_columns
 from ringfa3.custom_op import autocast_inputs
-from ringfa3.hf import context_parallel
+from ringfa3.hf import ring_layer
 from ringfa3.hf.checks import check_arguments, check_mask
 from ringfa3.hf.masks import Mask
 from ringfa3.hf.op import padded_attention
@@ -83,9 +83,9 @@ def _attend(
         check_arguments(dropout, keywords)
         mask = check_mask(module, attention_mask, sliding_window, is_causal, query, key)
         if plan is not None:
-            context_parallel.check_context(module, plan, mask, keywords, query)
+            ring_layer.check_context(module, plan, mask, keywords, query)
     except (TypeError, ValueError) as problem:
-        raise_on_all_ranks(context_parallel.group_of(plan), problem)
+        raise_on_all_ranks(ring_layer.group_of(plan), problem)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     q, k, v = autocast_inputs(q, k, v)
     scale = resolve_scale(scaling, q)
@@ -102,11 +102,11 @@ def _attend(
         check_sink(sink, q)
         out, _ = padded_attention(q, k, v, sink, *_documents(mask, keywords, q), *settings)
     else:
-        out = context_parallel.attend(plan, q, k, v, sink, *settings)
+        out = ring_layer.attend(plan, q, k, v, sink, *settings)
     return out[..., :d_v]
 
 
-_attend_uncompiled = context_parallel.uncompiled(_attend)
+_attend_uncompiled = ring_layer.uncompiled(_attend)
 
 
 _Documents = tuple[

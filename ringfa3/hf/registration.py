@@ -24,8 +24,8 @@ def register() -> None:
     except ImportError as problem:
         raise ImportError(f"{problem}: pip install 'ringfa3[hf]' brings transformers") from problem
     from ringfa3.hf.attention import attention_forward
-    from ringfa3.hf.context_parallel import checked_call, checked_losses
     from ringfa3.hf.masks import mask_function
+    from ringfa3.hf.ring_layer import checked_call, checked_losses
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask_function)

@@ -61,6 +61,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                                     "query_pre_attn_scalar": 6}),
     "gpt-oss": ("GptOssConfig", {"head_dim": 8, "sliding_window": WINDOW, "layer_types": MIXED,
                                  "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": ("Qwen3MoeConfig", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+                                     "moe_intermediate_size": 16}),
     "deepseek-v3": ("DeepseekV3Config", DEEPSEEK),
 }  # fmt: skip
 

@@ -1,0 +1,167 @@
+"""A batch of a trainer as one rank's tokens: documents from its masks, labels shifted, a plan."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ringfa3.hf.documents import documents_of
+from ringfa3.hf.ring_layer import uncompiled
+from ringfa3.planning.context_plan import ContextPlan, plan_context
+from ringfa3.ring.entries import Settings
+from ringfa3.ring.group import RingGroup
+from ringfa3.ring.prepare_call import default_group
+
+IGNORED = -100  # the label of a token without loss, as in transformers
+TENSORS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
+# What collators add for other attention implementations. It repeats what position_ids have.
+REPEATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+PASSED = ("num_items_in_batch", "use_cache")  # not of the batch
+
+
+class ShardedBatch(NamedTuple):
+    """One rank's part of a batch that all ranks of a CP group hold.
+
+    inputs      keywords of a model: input_ids, labels, shift_labels, position_ids (1, t), t local
+                tokens; use_cache=False; ringfa3_plan. `labels` are shifted too
+    plan        of the batch's documents
+    num_labels  () int64: labels with loss of the whole batch
+    """
+
+    inputs: dict[str, Any]
+    plan: ContextPlan
+    num_labels: torch.Tensor
+
+
+@uncompiled
+def shard_batch(inputs: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> ShardedBatch:
+    """This rank's part of a batch, of which every rank of the group holds all.
+
+    Documents are those that transformers reads from the batch: rows, packed `position_ids` that
+    begin again, and what `attention_mask` shows of a row. Padding is dropped. A label belongs to
+    the token before it in its row, as in transformers.
+
+    The loss of a rank is its share: divide the sum over its labels by `num_labels`, and sum losses
+    and gradients over the group. A model does so with `num_items_in_batch=num_labels`.
+
+    Args:
+        inputs: input_ids (b, s); labels or shift_labels (b, s); maybe attention_mask (b, s), not
+            0 for tokens, and position_ids (b or 1, s).
+        group: the CP group; default the default group.
+
+    Raises:
+        ValueError: on every rank; the ranks hold different batches, or an entry is not expressible.
+    """
+    group = group or default_group()
+    error: Exception | None = None
+    settings = Settings()
+    try:
+        _check(inputs)
+        settings = Settings({name: _digest(inputs[name]) for name in _given(inputs)})
+    except (TypeError, ValueError) as problem:
+        error = problem
+    if group is not None and dist.get_world_size(group) > 1:
+        RingGroup.of(group).agree(settings, error, anew=True)
+    elif error is not None:
+        raise error
+    return _shard(inputs, group)
+
+
+def _given(inputs: Mapping[str, Any]) -> list[str]:
+    return [name for name in TENSORS if inputs.get(name) is not None]
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Shape and checksum of a tensor's values."""
+    values = tensor.detach().to("cpu", torch.int64).contiguous()
+    return f"{tuple(tensor.shape)}, checksum {zlib.crc32(values.numpy().tobytes()):08x}"
+
+
+def _check(inputs: Mapping[str, Any]) -> None:
+    """Raises ValueError: an entry that the ring would ignore, or that is no tensor of tokens."""
+    allowed = {*TENSORS, *REPEATED, *PASSED}
+    unknown = [name for name, value in inputs.items() if name not in allowed and value is not None]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)}: a batch under a ring has {', '.join(TENSORS)} alone: leave "
+            "other columns out of the dataset or the collator"
+        )
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise ValueError(f"input_ids must be a (batch, tokens) tensor, not {_shape(ids)}")
+    if inputs.get("labels") is None and inputs.get("shift_labels") is None:
+        raise ValueError("labels are missing: a training batch has labels or shift_labels")
+    for name in _given(inputs):
+        x = inputs[name]
+        rows = (ids.shape[0], 1) if name == "position_ids" else (ids.shape[0],)
+        if not isinstance(x, torch.Tensor) or x.shape not in [(n, ids.shape[1]) for n in rows]:
+            raise ValueError(
+                f"{name} must have the shape {tuple(ids.shape)} of input_ids under a ring, not "
+                f"{_shape(x)}"
+            )
+
+
+def _shape(x: object) -> str:
+    return f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
+def _documents(inputs: Mapping[str, Any]) -> tuple[list[int], torch.Tensor | None]:
+    """Cumulative lengths of the documents, and which of the (b * s,) tokens they have; None: all.
+
+    Raises ValueError as `documents_of` does.
+    """
+    ids, mask, positions = (inputs.get(n) for n in ("input_ids", "attention_mask", "position_ids"))
+    assert ids is not None
+    batch, tokens = ids.shape
+    shown = None if mask is None else mask.cpu() != 0
+    packed = None if positions is None else positions.cpu()
+    found = documents_of(batch, tokens, tokens, True, shown, packed, 1)
+    ends = found.cu_q if found is not None else torch.arange(batch + 1) * tokens
+    ends = torch.unique(ends)
+    if shown is None or bool(shown.all()):
+        return ends.tolist(), None
+    shown = shown.flatten()
+    before = F.pad(shown.cumsum(0), (1, 0))  # tokens that are no padding before each token
+    return torch.unique(before[ends]).tolist(), shown
+
+
+def _shard(inputs: Mapping[str, Any], group: dist.ProcessGroup | None) -> ShardedBatch:
+    ids, labels = inputs["input_ids"], inputs.get("shift_labels")
+    if labels is None:
+        labels = F.pad(inputs["labels"], (0, 1), value=IGNORED)[:, 1:]
+    cumulative, shown = _documents(inputs)
+    ids, labels = ids.flatten(), labels.flatten()
+    if shown is not None:
+        shown = shown.to(ids.device)
+        if (lost := int((labels[~shown] != IGNORED).sum())) > 0:
+            raise ValueError(
+                f"labels: {lost} would be predicted from tokens that attention_mask hides: set the "
+                f"labels of padding, and of the first token after it, to {IGNORED}"
+            )
+        ids, labels = ids[shown], labels[shown]
+    if len(ids) == 0:
+        raise ValueError("attention_mask hides all tokens of the batch")
+    plan = plan_context(cumulative, group)
+    if min(plan.tokens_per_rank) == 0:
+        # transformers computes no mask of 0 tokens: a document without loss gives each rank some.
+        more = 2 * plan.world
+        plan = plan_context([*cumulative, cumulative[-1] + more], group)
+        ids, labels = F.pad(ids, (0, more)), F.pad(labels, (0, more), value=IGNORED)
+    mine = plan.shard(labels)[None]
+    return ShardedBatch(
+        {
+            "input_ids": plan.shard(ids)[None],
+            "labels": mine,
+            "shift_labels": mine,
+            "position_ids": plan.positions[None].to(ids.device),
+            "use_cache": False,
+            "ringfa3_plan": plan,
+        },
+        plan,
+        (labels != IGNORED).sum(),
+    )

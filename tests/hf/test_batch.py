@@ -1,0 +1,132 @@
+"""`shard_batch`: a trainer's batch as a rank's tokens, labels and plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringfa3.hf import shard_batch
+from tests.support.ranks import Ranks
+
+IDS = torch.arange(1, 13).view(2, 6)
+LABELS = IDS.clone()
+
+
+def batch(**others: Any) -> dict[str, Any]:
+    return {"input_ids": IDS, "labels": LABELS, **others}
+
+
+def pairs(inputs: dict[str, torch.Tensor]) -> list[tuple[int, int, int]]:
+    """(token, its label, its position) of every token, in order."""
+    columns = (inputs[n].flatten().tolist() for n in ("input_ids", "shift_labels", "position_ids"))
+    return sorted(zip(*columns, strict=True))
+
+
+def test_rows_are_documents_and_labels_belong_to_the_token_before() -> None:
+    inputs, plan, num_labels = shard_batch(batch())
+    assert plan.lengths.tolist() == [6, 6]
+    assert pairs(inputs) == [
+        (token, -100 if token in (6, 12) else token + 1, (token - 1) % 6) for token in range(1, 13)
+    ]
+    assert int(num_labels) == 10
+
+
+def test_packed_positions_begin_documents() -> None:
+    positions = torch.tensor([[0, 1, 0, 0, 1, 2]])
+    _, plan, _ = shard_batch(batch(position_ids=positions))
+    assert plan.lengths.tolist() == [2, 1, 3, 2, 1, 3]  # of one row for all
+    _, plan, _ = shard_batch(batch(position_ids=torch.stack([positions[0], torch.arange(6)])))
+    assert plan.lengths.tolist() == [2, 1, 3, 6]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_dropped(side: str) -> None:
+    mask, labels = torch.ones(2, 6, dtype=torch.long), LABELS.clone()
+    hidden = slice(0, 2) if side == "left" else slice(4, 6)
+    mask[1, hidden] = 0
+    labels[1, hidden] = -100
+    if side == "left":
+        labels[1, 2] = -100  # it would be predicted from padding
+    inputs, plan, num_labels = shard_batch(batch(attention_mask=mask, labels=labels))
+    assert plan.lengths.tolist() == [6, 4]
+    first = 9 if side == "left" else 7
+    kept = [*range(1, 7), *range(first, first + 4)]
+    assert [token for token, _, _ in pairs(inputs)] == kept
+    assert int(num_labels) == 8
+
+
+def test_shift_labels_are_taken_as_they_are() -> None:
+    shifted = LABELS.flip(1)
+    inputs, _, num_labels = shard_batch({"input_ids": IDS, "shift_labels": shifted})
+    assert {token: label for token, label, _ in pairs(inputs)} == dict(
+        zip(IDS.flatten().tolist(), shifted.flatten().tolist(), strict=True)
+    )
+    assert int(num_labels) == 12
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"token_type_ids": IDS}, "token_type_ids: a batch under a ring has input_ids, labels"),
+        ({"pixel_values": IDS, "mm": 1}, "pixel_values, mm: a batch under a ring"),
+        ({"input_ids": IDS[0]}, r"input_ids must be a \(batch, tokens\) tensor, not shape \(6,\)"),
+        ({"input_ids": None}, "input_ids must be a .* not NoneType"),
+        ({"labels": None}, "labels are missing"),
+        ({"labels": IDS[:1]}, r"labels must have the shape \(2, 6\)"),
+        ({"attention_mask": torch.ones(2, 1, 6, 6)}, "attention_mask must have the shape"),
+        ({"position_ids": torch.zeros(3, 2, 6)}, "position_ids must have the shape"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1]] * 2)}, "hides tokens between"),
+        ({"attention_mask": torch.zeros(2, 6)}, "labels: 10 would be predicted from tokens that"),
+        (
+            {"attention_mask": torch.zeros(2, 6), "labels": torch.full((2, 6), -100)},
+            "attention_mask hides all tokens",
+        ),
+    ],
+)
+def test_what_is_not_expressible_is_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        shard_batch(batch(**given))
+
+
+def _alone(group: dist.ProcessGroup, tokens: int) -> tuple[int, list[int], int]:
+    ids = torch.arange(1, tokens + 1)[None]
+    inputs, plan, num_labels = shard_batch({"input_ids": ids, "labels": ids}, group)
+    return inputs["input_ids"].shape[1], plan.lengths.tolist(), int(num_labels)
+
+
+def test_a_rank_never_has_no_token(ranks: Ranks) -> None:
+    """transformers fails there. A document without loss is added."""
+    found = ranks.run(3, _alone, 2)
+    assert all(tokens > 0 for tokens, _, _ in found)
+    assert [(lengths, labels) for _, lengths, labels in found] == [([2, 6], 1)] * 3
+    assert [lengths for _, lengths, _ in ranks.run(3, _alone, 7)] == [[7]] * 3
+
+
+def _unequal(group: dist.ProcessGroup, what: str) -> str:
+    rank, given = dist.get_rank(group), batch()
+    if what == "labels" and rank == 1:
+        given["labels"] = LABELS.flip(0)
+    if what == "mask" and rank == 0:
+        given["attention_mask"] = torch.ones(2, 6)
+    if what == "wrong" and rank == 1:
+        given["labels"] = LABELS[:1]
+    with pytest.raises(ValueError, match="rank") as raised:
+        shard_batch(given, group)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "problem"),
+    [
+        ("labels", "labels differs between the ranks of the CP group: rank 0: (2, 6), checksum"),
+        ("mask", "attention_mask differs between the ranks of the CP group"),
+        ("wrong", "rank 1: labels must have the shape (2, 6)"),
+    ],
+)
+def test_unequal_batches_raise_on_every_rank(ranks: Ranks, what: str, problem: str) -> None:
+    first, second = ranks.run(2, _unequal, what)
+    assert first == second
+    assert problem in first

@@ -1,0 +1,132 @@
+"""Trainers under a ring, against the stock trainer on one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import ringfa3.hf
+from ringfa3.hf.trainer import ContextParallel
+from tests.support.hf_trainers import Case, Outcome, run
+from tests.support.markdown import ROOT
+
+BOUND = 5e-6  # of a gradient, relative to its largest element; of a figure in the logs
+FLOOR = 1e-6  # of the largest gradient: smaller ones are rounding
+CASES = {
+    "llama": Case("llama"),
+    "qwen3 padded": Case("qwen3", collator="right"),
+    "gemma3 padded": Case("gemma3", collator="left"),
+    "gpt-oss": Case("gpt-oss", "ringfa3"),  # its own attention joins packed documents
+    "qwen3-moe": Case("qwen3-moe"),
+    "SFT": Case("llama", collator="packing", options={"max_grad_norm": 0.1}),
+    "SFT padding-free": Case("gpt-oss", "ringfa3", "padding_free", {"router_aux_loss_coef": 0.0}),
+}
+REFUSED = {
+    "world_size=1": Case("llama", options={"use_cpu": False}),
+    "label_smoothing_factor=0.1": Case("llama", options={"label_smoothing_factor": 0.1}),
+    "torch_compile=True": Case("llama", options={"torch_compile": True}),
+    "auto_find_batch_size=True": Case("llama", options={"auto_find_batch_size": True}),
+    "router_aux_loss_coef=0.001": Case("qwen3-moe", "ringfa3", "packing"),
+    "loss_type='dft'": Case("llama", collator="packing", options={"loss_type": "dft"}),
+    "input_ids differs between the ranks": Case("llama", collator="unequal"),
+}
+MORE = {
+    "two groups": Case("qwen3", dp=2, worlds=(2, 4)),
+    "two groups, SFT": Case("gemma3", collator="packing", dp=2, worlds=(2, 4)),
+    "checkpointing": Case("llama", options={"gradient_checkpointing": True}, worlds=(1, 2, 4)),
+}
+
+
+def outcome(folder: Path, name: str, world: int) -> Outcome:
+    found: Outcome = torch.load(folder / f"{name}-{world}.pt", weights_only=False)
+    return found
+
+
+def assert_alike(folder: Path, name: str, world: int, dp: int = 1) -> None:
+    """Gradients of all steps, and all figures of training and evaluation except times."""
+    ring, stock = outcome(folder, name, world), outcome(folder, name, dp)
+    assert "error" not in ring, ring["error"]
+    assert len(ring["grads"]) == len(stock["grads"]) == 2
+    for ours, theirs in zip(ring["grads"], stock["grads"], strict=True):
+        floor = FLOOR * max(float(g.abs().max()) for g in theirs.values())
+        for parameter, right in theirs.items():
+            difference = float((ours[parameter] - right).abs().max())
+            assert difference <= BOUND * max(float(right.abs().max()), floor), (name, parameter)
+    assert len(ring["logs"]) == len(stock["logs"]) == 5  # two steps, two evaluations, the end
+    for found, expected in zip(ring["logs"], stock["logs"], strict=True):
+        timeless = [k for k in expected if not k.endswith(("runtime", "_second"))]
+        assert {k: found[k] for k in timeless} == pytest.approx(
+            {k: expected[k] for k in timeless}, rel=BOUND
+        ), name
+
+
+def test_steps_and_logs_are_those_of_one_process(tmp_path: Path) -> None:
+    """Losses, norms, token accuracy, entropy and counters too; the last batch is ragged.
+
+    Refused settings, and batches that differ in a group, raise on every rank: none waits.
+    """
+    refused = {name: replace(case, worlds=(2,)) for name, case in REFUSED.items()}
+    run(CASES | refused, tmp_path, 400)
+    for name in CASES:
+        assert_alike(tmp_path, name, 2)
+        assert_alike(tmp_path, name, 3)
+    for setting in REFUSED:
+        problem = outcome(tmp_path, setting, 2)["error"]
+        assert problem.startswith("ValueError: ")
+        assert setting in problem
+
+
+@pytest.mark.soak
+def test_groups_are_data_parallel(tmp_path: Path) -> None:
+    run(MORE, tmp_path, 500)
+    for name, case in MORE.items():
+        for world in case.worlds[1:]:
+            assert_alike(tmp_path, name, world, case.dp)
+
+
+def test_trainers_with_a_loss_of_their_own_are_refused() -> None:
+    class Pairs(transformers.Trainer):  # type: ignore[misc]
+        def compute_loss(self, *arguments: object, **keywords: object) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Pairs\.compute_loss is not known to be a sum over tok"):
+        ringfa3.hf.context_parallel(Pairs)
+    with pytest.raises(TypeError, match="no compute_loss"):
+        ringfa3.hf.context_parallel(dict)
+
+    class Logged(transformers.Trainer):  # type: ignore[misc]
+        def log(self, *arguments: object, **keywords: object) -> None: ...
+
+    made = ringfa3.hf.context_parallel(Logged)
+    assert issubclass(made, Logged)
+    assert made.__name__ == "ContextParallelLogged"
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", None])
+def test_the_size_of_a_group_is_a_positive_int(size: object) -> None:
+    with pytest.raises(ValueError, match=r"ContextParallel\(.*\): the ranks of a group are 1 or m"):
+        ContextParallel(size)  # type: ignore[arg-type]
+
+
+def test_a_size_that_does_not_divide_the_processes_is_named() -> None:
+    config = ContextParallel(3)
+    with pytest.raises(ValueError, match="1 processes are no multiple of 3"):
+        config.build_device_mesh("cpu")
+
+
+@pytest.mark.soak
+def test_the_example_trains(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command.append(str(ROOT / "examples" / "hf_trainer.py"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'train_loss'" in done.stdout

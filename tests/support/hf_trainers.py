@@ -1,0 +1,260 @@
+"""Steps of Hugging Face's trainers, in processes that share one import of transformers and trl.
+
+`run` starts a process that imports them. It forks the stock trainer, in a process of its own, and
+the ranks of each CP size. Each writes what its trainer did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.ranks import SERVER, free_port
+
+STEPS = 2
+VOCABULARY = 97
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    model      a name of `hf_models`
+    attention  of the stock trainer; "eager" where transformers' own separates packed documents
+    collator   "flattening" (packed), "left" or "right" (padded), "unequal" (between ranks); or of
+               TRL: "packing", "padding_free"
+    options    of the arguments of the trainer
+    dp         CP groups
+    worlds     numbers of processes; with `dp` of them it is the stock trainer, under DDP
+    """
+
+    model: str
+    attention: str = "eager"
+    collator: str = "flattening"
+    options: dict[str, Any] = field(default_factory=dict)
+    dp: int = 1
+    worlds: tuple[int, ...] = (1, 2, 3)
+
+    @property
+    def trl(self) -> bool:
+        return self.collator in ("packing", "padding_free")
+
+
+Outcome = dict[str, Any]  # "grads": by step and name; "logs": of the trainer; "error": a message
+
+
+def run(cases: dict[str, Case], folder: Path, limit: float) -> None:
+    """Write `folder/CASE-WORLD.pt`, the `Outcome` on rank 0, for the worlds of each case."""
+    process = SERVER.Process(target=_start_worlds, args=(cases, str(folder)))
+    process.start()
+    process.join(limit)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0, (folder / "errors").read_text()
+
+
+def _start_worlds(cases: dict[str, Case], folder: str) -> None:
+    import accelerate.optimizer  # noqa: F401
+    import transformers.trainer  # noqa: F401
+
+    if any(case.trl for case in cases.values()):
+        import trl.trainer.sft_trainer  # noqa: F401
+
+    fork = multiprocessing.get_context("fork")
+    exits = []
+    for world in sorted({world for case in cases.values() for world in case.worlds}):
+        here = {name: case for name, case in cases.items() if world in case.worlds}
+        port = free_port()
+        ranks = [
+            fork.Process(target=_rank, args=(rank, world, port, here, folder))
+            for rank in range(world)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        exits += [rank.exitcode for rank in ranks]
+    os._exit(any(exits))
+
+
+def _rank(rank: int, world: int, port: int, cases: dict[str, Case], folder: str) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if world > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ |= {name: str(value) for name, value in place.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    code = 0
+    for name, case in cases.items():
+        with Path(folder, "errors").open("a") as errors, contextlib.redirect_stdout(errors):
+            try:
+                outcome = train(case, world)
+            except BaseException:
+                errors.write(f"{name}, rank {rank} of {world}:\n{traceback.format_exc()}\n")
+                code = 1
+                break
+        if rank == 0:
+            torch.save(outcome, Path(folder, f"{name}-{world}.pt"))
+    os._exit(code)
+
+
+def train(case: Case, world: int) -> Outcome:
+    """A few steps of one case on this rank."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    grads: list[dict[str, torch.Tensor]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            trainer = make_trainer(case, world, folder, grads)
+            trainer.train()
+        except (TypeError, ValueError) as refused:
+            return {"error": f"{type(refused).__name__}: {refused}"}
+    return {"grads": grads, "logs": trainer.state.log_history}
+
+
+def make_trainer(case: Case, world: int, folder: str, grads: list[dict[str, torch.Tensor]]) -> Any:
+    """A trainer that appends the gradients of each step to `grads`."""
+    import transformers
+
+    import ringfa3.hf
+    from tests.support.hf_models import EXPERTS, config_of
+
+    ringfa3.hf.register()
+    cp = world // case.dp
+    ring = cp > 1
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 3,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "include_num_input_tokens_seen": "all",
+        "learning_rate": 0.1,
+        "optim": "sgd",  # Adam would enlarge the rounding of small gradients
+        "bf16": False,
+        **case.options,
+    }
+    if ring:
+        settings["parallelism_config"] = ringfa3.hf.ContextParallel(cp)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config_of(case.model, initializer_range=0.15, use_cache=False),
+        attn_implementation="ringfa3" if ring else case.attention,
+        **EXPERTS,
+    )
+
+    class Spy(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
+            grads.append({name: _whole(p) for name, p in model.named_parameters()})
+
+    wrap: Callable[[type], type] = ringfa3.hf.context_parallel if ring else lambda x: x
+    data: dict[str, Any] = {"train_dataset": rows(41, 0), "eval_dataset": rows(5, 1)}
+    if case.trl:
+        return _sft_trainer(case, wrap, model, settings, data, Spy())
+    flatten = transformers.DataCollatorWithFlattening()
+    collator: Any = flatten
+    if case.collator == "unequal":
+        rank = int(os.environ.get("RANK", 0))
+        collator = lambda documents: flatten(documents[rank % 2 :])  # noqa: E731
+    elif case.collator != "flattening":
+        collator = Padding(case.collator)
+    arguments = transformers.TrainingArguments(**settings)
+    return wrap(transformers.Trainer)(
+        model=model, args=arguments, data_collator=collator, callbacks=[Spy()], **data
+    )
+
+
+def _whole(p: torch.Tensor) -> torch.Tensor:
+    """A gradient, gathered if it is sharded; zero for an expert without tokens."""
+    grad = torch.zeros_like(p) if p.grad is None else p.grad
+    grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return grad.detach().clone()
+
+
+def _sft_trainer(
+    case: Case, wrap: Callable[[type], type], model: Any, settings: dict[str, Any], data: Any,
+    spy: Any,
+) -> Any:  # fmt: skip
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "w1")), pad_token="w0", eos_token="w2"
+    )
+    keywords: dict[str, Any] = {"packing": True, "max_length": 64}
+    if case.collator == "padding_free":
+        keywords = {"padding_free": True, "max_length": None}
+    arguments = SFTConfig(**settings, **keywords)
+    return wrap(SFTTrainer)(
+        model=model,
+        args=arguments,
+        processing_class=tokenizer,
+        callbacks=[spy],
+        **{name: Dataset.from_list(completions(found)) for name, found in data.items()},
+    )
+
+
+def rows(count: int, seed: int) -> list[dict[str, list[int]]]:
+    """Documents of 3 to 60 random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(low: int, high: int, n: int) -> list[int]:
+        return torch.randint(low, high, (n,), generator=generator).tolist()
+
+    ids = [numbers(4, VOCABULARY, length) for length in numbers(3, 60, count)]
+    return [{"input_ids": x, "labels": x} for x in ids]
+
+
+def completions(documents: list[dict[str, list[int]]]) -> list[dict[str, list[int]]]:
+    """The same documents; the first third of each is a prompt."""
+    return [
+        {
+            "input_ids": document["input_ids"],
+            "completion_mask": [int(3 * i >= n) for i in range(n)],
+        }
+        for document in documents
+        for n in [len(document["input_ids"])]
+    ]
+
+
+class Padding:
+    """Pads documents to the longest, on the left or on the right."""
+
+    def __init__(self, side: str) -> None:
+        self.side = side
+
+    def __call__(self, documents: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        longest = max(len(document["input_ids"]) for document in documents)
+
+        def padded(values: list[int], by: int) -> list[int]:
+            more = [by] * (longest - len(values))
+            return more + values if self.side == "left" else values + more
+
+        found = {
+            "input_ids": [padded(x["input_ids"], 0) for x in documents],
+            # Padding on the left predicts no first token.
+            "labels": [padded([-100, *x["labels"][1:]], -100) for x in documents],
+            "attention_mask": [padded([1] * len(x["labels"]), 0) for x in documents],
+        }
+        return {name: torch.tensor(values) for name, values in found.items()}
