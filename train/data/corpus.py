@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train.config import SOURCES, ConfigError, DataConfig
-from train.data.formats import WHOLE_FILE, Keys, read_texts, require_readers
+from train.text.formats import WHOLE_FILE, Keys, read_texts, require_readers
 from train.paths import expand
 
 # The corpus excludes parts of the standard library that some installations lack: tests, and modules
@@ -194,7 +194,7 @@ def fingerprint(files: list[TextFile]) -> str:
 def read_documents(
     file: TextFile, at: Callable[[int], None] = lambda n_bytes: None
 ) -> Iterator[Document]:
-    """The documents of one file. Raises what ``train.data.formats.read_texts`` raises."""
+    """The documents of one file. Raises what ``train.text.formats.read_texts`` raises."""
     for row, text, n_bytes in read_texts(file.path, file.source.text_field, file.source.keys, at):
         yield Document(file, row, text, n_bytes)
 

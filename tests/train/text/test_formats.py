@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from train.config import ConfigError
-from train.data import formats
-from train.data.formats import WHOLE_FILE, Keys, read_texts, require_readers
+from train.text import formats
+from train.text.formats import WHOLE_FILE, Keys, read_texts, require_readers
 
 KEYS = Keys("data.path", "data.text_field")
 TEXTS = ["one", "", "λ", None, "\nthree lines\n"]
