@@ -1,159 +1,109 @@
-"""Readers of text files, by suffix, in bounded memory.
+"""From a file to its texts, by the suffix of its name in any case, in bounded memory.
 
-``.jsonl`` and ``.jsonl.gz`` hold a text per line, ``.parquet`` a text per row, ``.txt.gz`` and all
-other files one text. Empty and null texts are skipped.
+* ``.jsonl``, ``.ndjson``, ``.jsonlines``: a document per line;
+* ``.json``: a document per record, one after another or in one array;
+* ``.parquet``: a document per row;
+* ``.npy``, and ``.bin`` with ``.idx``: documents of token ids;
+* all others: one text, or its parts with ``split_on`` or ``split_bytes``.
+
+A record or row holds a text or a list of token ids. Text may be compressed: ``.gz``, ``.bz2``,
+``.xz`` or ``.zst`` follows its suffix. A BOM of UTF-8 is skipped, and so are empty and null texts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import json
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from train.config import ConfigError
 from train.extras import installed, remedy
-
-WHOLE_FILE = 0  # the row number of a text that is a whole file
-ROWS_AT_A_TIME = 1024
-LINES_PER_REPORT = 256
-PARQUET = {  # streams the file; the defaults hold a whole column of a row group in memory
-    "buffer_size": 2**20,
-    "pre_buffer": False,
-    "page_checksum_verification": True,
-}
-
-
-class Keys(NamedTuple):
-    """The config keys that appear in errors: for the file's path, and for its text field."""
-
-    path: str
-    text_field: str
+from train.text.files import NotReadError
+from train.text.json_records import json_lines, json_records
+from train.text.parquet import parquet_rows
+from train.text.plain import text_parts
+from train.text.reading import (
+    JSON,
+    LINES,
+    MEGATRON,
+    NUMPY,
+    PARQUET,
+    At,
+    Reading,
+    Rows,
+    format_of,
+)
+from train.text.token_ids import DamagedIdsError, Ids, megatron_documents, numpy_ids
 
 
 class Text(NamedTuple):
-    """A text, its line or row (from 1, or ``WHOLE_FILE``), and its length in UTF-8 bytes."""
+    """A text, its line, record or row (from 1, or ``WHOLE_FILE``), and its length in UTF-8 bytes.
+
+    ``ids`` are its tokens without BOS and EOS if the file has token ids.
+    """
 
     row: int
     text: str
     n_bytes: int
+    ids: Ids | None = None
 
 
-def read_texts(
-    path: Path, text_field: str, keys: Keys, at: Callable[[int], None] = lambda n_bytes: None
-) -> Iterator[Text]:
+def read_texts(path: Path, reading: Reading, at: At = lambda n_bytes: None) -> Iterator[Text]:
     """Yield the texts of a file with a line or a few rows in memory at a time.
 
-    Calls ``at`` with the number of bytes read so far. Raises ``UnicodeDecodeError`` if a whole file
-    is not UTF-8. Any other content that cannot be used raises ``ConfigError``, which names the line
-    or the row, and the config ``keys``.
+    Calls ``at`` with the number of bytes read so far. Raises ``NotReadError``, before any text, for
+    a file that is not one of texts. Any other content that cannot be used raises ``ConfigError``,
+    which names the line or the row, and the config keys.
     """
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        texts = _lines(path, text_field, keys, at)
-    elif path.suffix == ".parquet":
-        texts = _rows(path, text_field, keys, at)
-    else:
-        texts = _whole(path, keys)
-    for row, text in texts:
-        if text:
-            position = f"{path}:{row}" if row else str(path)
-            try:
-                yield Text(row, text, len(text.encode()))
-            except UnicodeEncodeError as error:  # half of a surrogate pair, escaped in JSON
-                raise ConfigError(f"{keys.path}: {position} is not valid text: {error}") from None
+    content, compression = format_of(path.name)
+    if compression and content in (PARQUET, NUMPY, MEGATRON):
+        raise NotReadError(f"a compressed .{content}; unpack it")
+    try:
+        for row, found in READERS.get(content, text_parts)(path, reading, at):
+            text = _text(row, found, reading, f"{path}:{row}" if row else str(path))
+            if text.n_bytes:
+                yield text
+    except DamagedIdsError as error:
+        raise ConfigError(f"{reading.path_key}: {path} {error}") from None
     at(path.stat().st_size)
+
+
+def _text(row: int, found: str | Ids, reading: Reading, position: str) -> Text:
+    try:
+        if isinstance(found, str):
+            return Text(row, found, len(found.encode()))
+        decoder = reading.required_decoder(position)
+        ids = decoder.inner(found)
+    except UnicodeEncodeError as error:  # half of a surrogate pair, escaped in JSON
+        raise ConfigError(f"{reading.path_key}: {position} is not valid text: {error}") from None
+    except DamagedIdsError as error:
+        raise ConfigError(f"{reading.path_key}: {position} {error}") from None
+    text = decoder.text(ids)
+    return Text(row, text, max(len(text.encode()), min(len(ids), 1)), ids)
+
+
+def _numpy(path: Path, reading: Reading, at: At) -> Rows:
+    with reading.readable(lambda: str(path)):
+        blocks = numpy_ids(path)
+        yield from enumerate(reading.required_decoder(str(path)).split(blocks), start=1)
+
+
+def _megatron(path: Path, reading: Reading, at: At) -> Rows:
+    n_bytes = 0
+    with reading.readable(lambda: str(path)):
+        for row, ids in enumerate(megatron_documents(path), start=1):
+            n_bytes += ids.nbytes
+            at(n_bytes)
+            yield row, ids
+
+
+READERS = {LINES: json_lines, JSON: json_records, PARQUET: parquet_rows}
+READERS |= {NUMPY: _numpy, MEGATRON: _megatron}
 
 
 def require_readers(paths: list[Path]) -> None:
     """Raise ``ConfigError`` if a file needs a package that is not installed."""
-    parquet = next((path for path in paths if path.suffix == ".parquet"), None)
-    if parquet is not None and not installed("pyarrow"):
-        raise ConfigError(f"{parquet} needs pyarrow: {remedy('parquet')}")
-
-
-@contextlib.contextmanager
-def _readable(position: Callable[[], str], keys: Keys) -> Iterator[None]:
-    """Convert read errors (disk, truncated or damaged file) to ``ConfigError`` at ``position``."""
-    try:
-        yield
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{keys.path}: {position()} cannot be read: {error}") from None
-
-
-def _whole(path: Path, keys: Keys) -> Iterator[tuple[int, str]]:
-    with _readable(lambda: str(path), keys):
-        content = path.read_bytes()
-        if path.name.endswith(".txt.gz"):
-            content = gzip.decompress(content)
-    yield WHOLE_FILE, content.decode("utf-8")
-
-
-def _lines(
-    path: Path, text_field: str, keys: Keys, at: Callable[[int], None]
-) -> Iterator[tuple[int, str]]:
-    row = 0
-    with _readable(lambda: f"{path}:{row + 1}", keys), path.open("rb") as raw:
-        lines = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-        for row, line in enumerate(lines, start=1):
-            if row % LINES_PER_REPORT == 0:
-                at(raw.tell())
-            yield row, _json_text(line, text_field, keys, f"{path}:{row}")
-
-
-def _json_text(line: bytes, text_field: str, keys: Keys, position: str) -> str:
-    try:
-        decoded = line.decode("utf-8")
-        record: Any = json.loads(decoded) if decoded.strip() else {text_field: ""}
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{keys.path}: {position} is not UTF-8: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{keys.path}: {position} is not JSON: {error}") from None
-    if not isinstance(record, dict) or not isinstance(record.get(text_field, 0), str | None):
-        found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise ConfigError(
-            f"{keys.text_field}={text_field}: {position} has no such string field; it has: {found}"
-        )
-    return record[text_field] or ""
-
-
-def _rows(
-    path: Path, text_field: str, keys: Keys, at: Callable[[int], None]
-) -> Iterator[tuple[int, str]]:
-    """The rows of one column, row group by row group, a few rows in memory at a time."""
-    import pyarrow
-    from pyarrow import parquet
-
-    row, group, size = 0, 0, path.stat().st_size
-
-    def position() -> str:
-        return f"{path}:{row + 1} (row group {group})"
-
-    try:
-        with _readable(position, keys), parquet.ParquetFile(path, **PARQUET) as file:
-            _require_string_column(file.schema_arrow, text_field, keys, path)
-            for group in range(file.num_row_groups):
-                for batch in file.iter_batches(ROWS_AT_A_TIME, [group], columns=[text_field]):
-                    for value in batch.column(0):
-                        text = value.as_py()
-                        row += 1
-                        yield row, text or ""
-                    at(size * row // max(1, file.metadata.num_rows))
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{keys.path}: {position()} cannot be read: {error}") from None
-
-
-def _require_string_column(schema: Any, text_field: str, keys: Keys, path: Path) -> None:
-    from pyarrow import types
-
-    index = schema.get_field_index(text_field)
-    dtype = schema.field(index).type if index >= 0 else None
-    if dtype is not None and types.is_dictionary(dtype):
-        dtype = dtype.value_type
-    if dtype is None or not (types.is_string(dtype) or types.is_large_string(dtype)):
-        found = ", ".join(f"{field.name} ({field.type})" for field in schema)
-        raise ConfigError(
-            f"{keys.text_field}={text_field}: {path} has no such string column; it has: {found}"
-        )
+    for path in () if installed("pyarrow") else paths:
+        content, compression = format_of(path.name)
+        if content == PARQUET or compression == ".zst":
+            raise ConfigError(f"{path} needs pyarrow: {remedy('parquet')}")
