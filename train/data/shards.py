@@ -307,7 +307,7 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
         splits, left_out = DocumentSplits(data), LeftOut()
-        _write_splits(documents(splits, left_out, encoder.ids), folder, encoder, dtype)
+        _write_splits(documents(splits, left_out, encoder.decoder), folder, encoder, dtype)
         splits.require_documents(left_out)
     by_source = groupby(files[n_validation:], key=lambda file: file.source.name)
     names = {source: [file.name for file in own] for source, own in by_source}
