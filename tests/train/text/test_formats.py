@@ -253,14 +253,19 @@ def test_truncated_and_damaged_compression_is_named(tmp_path, name, packed):
             read(path)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a", "a.tar.gz", "a.json", "a.parquet.gz", "a.bin"])
-def test_what_is_no_text_is_left_out(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        *[(name, "UTF-16") for name in ("a.txt", "a", "a.JSON")],
+        *[("a.md.gz", "not UTF-8"), ("a.parquet.gz", "a compressed"), ("a.bin", "a .bin without")],
+    ],
+)
+def test_what_is_no_text_is_left_out(tmp_path, name, reason):
     path = tmp_path / name
-    content = "text" * 999 if name == "a.json" else "text\0" * 999
-    path.write_bytes(content.encode("utf-16"))
+    path.write_text("text" * 999, "utf-16")
     if name.endswith(".gz"):
         path.write_bytes(gzip.compress(b"text\0" * 999))
-    with pytest.raises(NotReadError):
+    with pytest.raises(NotReadError, match=f"^{reason}"):
         read(path)
 
 
