@@ -159,15 +159,14 @@ def _files_of(source: Source, left_out: LeftOut) -> list[TextFile]:
     else:
         root = expand(key, source.path).absolute()
         found = [(root.name, root)] if root.is_file() else _matching(root, source, left_out)
-    files = []
+    names, files = {name for name, _ in found}, []
     for name, path in sorted(found):
-        content = format_of(name).content
-        text_ids = partner(path, ".bin")
+        content, token_file = format_of(name).content, partner(path, ".bin")
         if content == CSV:
             left_out.add(key, "CSV is not text; convert it to .parquet or .jsonl", name)
-        elif content != INDEX or not text_ids.exists():
+        elif content != INDEX or not token_file.exists():
             files.append(TextFile(source, path, name))
-        elif (name[:-4] + text_ids.suffix, text_ids) not in found:
+        elif name.removesuffix(path.suffix) + token_file.suffix not in names:
             left_out.add(key, "the .idx of a .bin, which data.pattern excludes; include it", name)
     if not files:
         no_file = "no file of text" if found else "no file"

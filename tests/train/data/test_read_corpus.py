@@ -91,6 +91,17 @@ def test_a_corpus_of_token_ids_is_that_of_their_texts(own, tmp_path):
         open_corpus(own.data)
 
 
+def test_token_ids_stay_where_the_tokenizer_would_merge_them(own):
+    """A token per byte: no text is encoded anew, and bytes per token follow from the ids."""
+    encoder = DocumentEncoder(load_tokenizer(Path(own.data.tokenizer)), own.data)
+    ids = [[encoder.tokenizer.token_to_id(letter) for letter in word] for word in ("ring", "tale")]
+    assert ids != encoder.texts(["ring", "tale"])
+    (Path(own.data.path) / "a.jsonl").write_text("".join(f'{{"text": {d}}}\n' for d in ids * 9))
+    corpus = tokenised(own.data, encoder.tokenizer)
+    assert [corpus.text(n).tolist() for n in range(18)] == ids * 9
+    assert set(corpus.n_bytes.tolist()) == {4}
+
+
 def test_a_long_file_is_a_corpus_with_two_splits(own, tmp_path):
     path = Path(own.data.path) / "a.TXT.gz"
     path.write_bytes(gzip.compress("###".join(TEXTS).encode()))

@@ -142,3 +142,19 @@ def test_csv_is_left_out_and_alone_refused(tree):
     data = DataConfig(path=None, sources={"s": SourceConfig(path=str(tree / "t"))})
     with pytest.raises(ConfigError, match=r"^data\.sources\.s\.path=.*; data\.sources\.s\.path: 3"):
         find_files(data)
+
+
+def test_an_idx_belongs_to_its_bin(tree):
+    """It is no file of its own, but one without its .bin is, and is left out once it is read."""
+    for name in ("m.bin", "m.idx", "M.BIN", "M.IDX", "alone.idx"):
+        (tree / name).touch()
+    left_out = LeftOut()
+    files = find_files(DataConfig(path=str(tree), pattern="*.*"), left_out=left_out)
+    names = [file.name for file in files]
+    assert names == ["M.BIN", "a.txt", "alone.idx", "b.md", "m.bin"]
+    assert left_out.lines() == []
+    for data in (DataConfig(path=str(tree / "m.idx")), DataConfig(path=str(tree), pattern="m.idx")):
+        with pytest.raises(
+            ConfigError, match=r"1 left out \(m\.idx\): the \.idx of a \.bin, which"
+        ):
+            find_files(data)
