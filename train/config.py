@@ -122,6 +122,8 @@ class SourceConfig:
     weight: float = 1.0
     pattern: str | None = None
     text_field: str | None = None
+    split_on: str | None = None
+    split_bytes: int | None = None
     min_len: int | None = None
 
 
@@ -131,6 +133,8 @@ class DataConfig:
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     pattern: str = "**/*"
     text_field: str = "text"
+    split_on: str | None = None
+    split_bytes: int | None = None
     held_out: float = 0.05
     held_out_salt: int = 0
     validation_path: str | None = None

@@ -38,6 +38,8 @@ def check_data(data: DataConfig) -> None:
             "data.packing=best_fit keeps documents apart, which data.document_mask=false joins; "
             "nearest valid: data.packing=stream (or data.document_mask=true)"
         )
+    if "" in (data.split_on, *(source.split_on for source in data.sources.values())):
+        raise ConfigError("data.split_on is empty; give a separator, for example '\\n\\n', or null")
     ends_apart = data.eos_token not in (None, NO_EOS, data.bos_token)
     if data.tokenizer is None and ends_apart and data.vocab_size < 258:
         raise ConfigError(
@@ -69,8 +71,11 @@ def _check_sources(data: DataConfig) -> None:
         key = f"{SOURCES}.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ConfigError(f"{key}: the name of a source has letters, digits, _ and - only")
-        if source.min_len is not None and source.min_len < 1:
-            raise ConfigError(f"{key}.min_len={source.min_len}; nearest valid: {key}.min_len=1")
+        for name_of_key, least in (("min_len", 1), ("split_bytes", 4)):
+            value = getattr(source, name_of_key)
+            if value is not None and value < least:
+                own = f"{key}.{name_of_key}"
+                raise ConfigError(f"{own}={value}; nearest valid: {own}={least}")
         if not 0 < source.weight < math.inf:
             raise ConfigError(f"{key}.weight={source.weight} must be above 0 and finite")
     total = sum(source.weight for source in data.sources.values())

@@ -5,7 +5,9 @@ from __future__ import annotations
 from tokenizers import Tokenizer
 
 from train.config import NO_EOS, ConfigError, DataConfig
-from train.data.tokenizer import bos_id, encode, special_names
+from train.data.corpus import Document
+from train.data.tokenizer import bos_id, encode, special_names, vocabulary_size
+from train.text.token_ids import IdDecoder
 
 # What published tokenizers call the token that ends a document. The tokens that end a turn of a
 # chat (<|eot_id|>, <|im_end|>) are not among them.
@@ -18,6 +20,8 @@ EOS_NAMES = (
 class DocumentEncoder:
     """Encodes documents as ``data`` says. ``eos`` is None if no token ends a document.
 
+    ``decoder`` decodes documents that another program has encoded with this tokenizer.
+
     Raises ``ConfigError`` if the tokenizer lacks one of the tokens.
     """
 
@@ -26,15 +30,18 @@ class DocumentEncoder:
         self.bos = bos_id(tokenizer, data.bos_token)
         name = _eos_name(tokenizer, data)
         self.eos = None if name is None else int(tokenizer.token_to_id(name))
+        self.decoder = IdDecoder(tokenizer, vocabulary_size(tokenizer), self.bos, self.eos)
 
     def texts(self, texts: list[str]) -> list[list[int]]:
         """The tokens of each text, without BOS and EOS."""
         return encode(self.tokenizer, texts, self.special_tokens)
 
-    def documents(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of each text as a whole document."""
+    def documents(self, documents: list[Document]) -> list[list[int]]:
+        """The tokens of each whole document, from its text or from its token ids."""
         end = [] if self.eos is None else [self.eos]
-        return [[self.bos, *ids, *end] for ids in self.texts(texts)]
+        encoded = iter(self.texts([d.text for d in documents if d.ids is None]))
+        bodies = [next(encoded) if d.ids is None else d.ids.tolist() for d in documents]
+        return [[self.bos, *body, *end] for body in bodies]
 
 
 def trained_eos(data: DataConfig) -> str | None:

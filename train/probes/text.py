@@ -16,6 +16,7 @@ from train.data.encoder import DocumentEncoder
 from train.data.shards import open_corpus
 from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import read_manifest_metadata
+from train.text.files import LeftOut, NotReadError
 
 BATCH_DOCUMENTS = 64
 PATH_KEY = "eval.path"
@@ -57,22 +58,26 @@ def require_own_text(config: Config, digest: str, checkpoint: Path) -> None:
 def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
     """Tokenise every document of ``data.path`` (the value of ``eval.path``) in memory.
 
-    Raises ``ConfigError`` for a file that is not UTF-8.
+    Raises ``ConfigError`` if something is left out: a loss is that of the whole text.
     """
-    encoder, files = DocumentEncoder(tokenizer, data), find_files(data, PATH_KEY)
+    left_out = LeftOut()
+    encoder, files = DocumentEncoder(tokenizer, data), find_files(data, PATH_KEY, left_out)
     rows, columns = [], []
     for origin, file in enumerate(files):
         try:
-            texts = list(read_documents(file))
-        except UnicodeDecodeError:
-            raise ConfigError(f"{PATH_KEY}: {file.path} is not UTF-8 text") from None
+            texts = list(read_documents(file, decoder=encoder.decoder))
+        except NotReadError as error:
+            left_out.add(PATH_KEY, str(error), file.name)
+            continue
         for start in range(0, len(texts), BATCH_DOCUMENTS):
             batch = texts[start : start + BATCH_DOCUMENTS]
-            encoded = encoder.documents([document.text for document in batch])
+            encoded = encoder.documents(batch)
             for document, ids in zip(batch, encoded, strict=True):
                 rows.append(np.array(ids, np.uint32))
                 hashed = document.hash(data.held_out_salt)
                 columns.append((len(ids), document.n_bytes, origin, document.row, hashed))
+    if left_out.found:
+        raise ConfigError("; ".join(left_out.lines()))
     if not rows:
         raise ConfigError(f"{PATH_KEY}={data.path} holds no text")
     lengths, n_bytes, origins, numbers, hashes = np.array(columns, np.int64).T
