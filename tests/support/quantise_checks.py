@@ -231,8 +231,8 @@ def boxes_are_refilled(unit: Unit, device: str, precision: str, repeats: int) ->
 def backward_operands_are_those_of_the_forward(unit: Unit, device: str, precision: str) -> None:
     """Q and K are those that `DequantisedInputs.of` makes of the forward's operands, bit by bit.
 
-    LSE is within 2 ulp of its terms, V within half a bfloat16 step. Also of zeros and numbers that
-    are not finite.
+    LSE is within 2 ulp of its terms. V is the nearest bfloat16 number, but for ties within
+    ulps of its terms. Also of zeros and numbers that are not finite.
     """
     keys, formats, scale = segments(), FORMATS[precision], unit.head_dim**-0.5
     rows = int(keys.row[-1] + keys.length[-1])
@@ -264,12 +264,10 @@ def backward_operands_are_those_of_the_forward(unit: Unit, device: str, precisio
         if formats.v is None:
             assert torch.equal(got.v.nan_to_num(nan=7e7), v.to(got.v).nan_to_num(nan=7e7)), what
             continue
-        part = kv.v.double() * kv.centres.v_scale
-        v_mean = kv.centres.v_mean.double()
-        exact, x = (part + v_mean)[inside], got.v.double()[inside]
-        assert torch.equal(x.isnan(), exact.isnan()), f"{what}: other numbers of V are NaN"
-        slack = 2.0**-24 * (part.abs() + v_mean.abs())[inside]
-        assert ((x - exact).abs() <= 2.0**-9 * exact.abs() + slack).nan_to_num(1).all(), what
+        part, v_mean = kv.v.double() * kv.centres.v_scale, kv.centres.v_mean.double()
+        slack = 2.0**-23 * (part.abs() + v_mean.abs())[inside]
+        exact, rounded = (part + v_mean)[inside], torch.Tensor.bfloat16
+        hold_values(got.v[inside], exact, rounded, f"{what}: V", slack)
 
 
 def bad_input_stays_where_it_is(unit: Unit, device: str, precision: str) -> None:
