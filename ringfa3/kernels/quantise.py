@@ -7,6 +7,7 @@ csrc/params.h field by field.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -233,16 +234,17 @@ def dequantise(
 
     Args: as of `quantise_q` and `quantise_kv`; lse (h, t) and scale as of `DequantisedInputs.of`.
     """
-    lse, dtype = lse.contiguous(), operand_dtype(q.dtype)
-    rounded_q, centred_lse = (
-        torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format),
-        torch.empty_like(lse),
-    )
+
+    def new(shape: Sequence[int]) -> torch.Tensor:
+        return torch.empty(shape, dtype=operand_dtype(q.dtype), device=q.device)
+
+    rounded_q, rounded_k = new(q.shape), new((*k.shape[:2], k.shape[2] + FACTOR_COLUMNS))
+    rounded_v = v.to(rounded_q.dtype) if formats.v is None else new(v.shape)
+    lse = lse.contiguous()
+    centred_lse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
     _launch_q(
         unit, q, centres, formats, rounded_q, lse=lse, centred_lse=centred_lse, softmax_scale=scale
     )
-    rounded_k = k.new_empty((*k.shape[:2], k.shape[2] + FACTOR_COLUMNS), dtype=dtype)
-    rounded_v = v.to(dtype) if formats.v is None else v.new_empty(v.shape, dtype=dtype)
     _launch_kv(unit, k, v, tiles, centres, formats, rounded_k, None, rounded_v)
     return DequantisedInputs(rounded_q, rounded_k, rounded_v, centred_lse)
 
