@@ -207,23 +207,31 @@ struct KeyTile {
   int32_t row0, rows;
 };
 
+// The operands of the forward or, with `lse`, those of the backward, see `DequantisedInputs`.
 struct QuantiseQArgs {
   Tensor3 q;
   float const* k_mean;  // (kv_heads, head_dim)
-  void* values;         // (tokens, heads, head_dim) bytes
-  float* scale;         // (heads, tokens)
-  float* k_offset;      // (heads, tokens), q times the mean of K
+  void* values;         // (tokens, heads, head_dim) bytes, or bfloat16 for the backward
+  float* scale;         // forward: (heads, tokens)
+  float* k_offset;      // forward: (heads, tokens), q times the mean of K
+  float const* lse;     // backward: (heads, tokens), natural logarithm; null: forward
+  float* centred_lse;   // backward: (heads, tokens), LSE without the offset
   int32_t kv_heads;
-  int32_t int8;  // 0: e4m3
+  int32_t int8;         // 0: e4m3
+  float softmax_scale;  // backward
 };
 
+// As above; for the backward without `k_scale`. There K is in bfloat16, and its columns after
+// head_dim hold the factor of its tile.
+constexpr int kFactorColumns = 8;
 struct QuantiseKVArgs {
   Tensor3 k, v;
   KeyTile const* tiles;
   float const *k_mean, *v_mean, *v_scale;  // (heads, head_dim)
-  void* k_values;                          // (tokens, heads, head_dim) bytes
-  float* k_scale;                          // (heads, tiles)
-  void* v_values;                          // (tiles, heads, head_dim, 128) bytes, see values.cuh
+  void* k_values;  // (tokens, heads, head_dim) bytes; backward: with kFactorColumns more columns
+  float* k_scale;  // forward: (heads, tiles); null: backward
+  void* v_values;  // (tiles, heads, head_dim, 128) bytes, see values.cuh; backward: (tokens, heads,
+                   // head_dim) in bfloat16
   int32_t num_tiles;
   int32_t int8;  // V is left alone; 0: e4m3
 };

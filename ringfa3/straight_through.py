@@ -13,7 +13,7 @@ from ringfa3.kernels.dispatch import QuantisedForward
 from ringfa3.kernels.reference import preprocess
 from ringfa3.kernels.sinks import sink_gradient
 from ringfa3.quantisation.channels import KVCentres
-from ringfa3.quantisation.dequantised import DequantisedInputs, rotated_back
+from ringfa3.quantisation.dequantised import gradients_of_inputs
 from ringfa3.quantisation.key_tiles import KeyTiles
 
 
@@ -36,13 +36,11 @@ def straight_through(
 
     Args:
         backward: backward(dout, dlse, q, k, v, out, lse) gives (dq, dk, dv, ...) without a sink,
-            for the tensors of `DequantisedInputs` in place of q, k, v and lse.
+            for the tensors of `DequantisedInputs` in place of q, k, v and lse. dq is rotated back.
         dout, q, out: (t, h, d); k, v: (n, hk, d); lse, dlse: (h, t); sink: (h,).
         kernel: of the forward. tiles: of k and v. centres: those of the forward.
     """
-    rounded = DequantisedInputs.of(
-        kernel.quantise_q(q, centres), kernel.rounded_kv(k, v, tiles, centres), lse, scale, q.dtype
-    )
+    rounded = kernel.dequantise(q, k, v, tiles, centres, lse, scale)
     rounded_dout, rounded_out = (x.to(rounded.q.dtype) for x in (dout, out))
     dq, dk, dv, *_ = backward(
         rounded_dout, dlse, rounded.q, rounded.k, rounded.v, rounded_out, rounded.lse
@@ -58,6 +56,6 @@ def straight_through(
             weight += torch.exp(sink[:, None] - shown) * delta
             dsink = sink_gradient(shown, delta, sink)
         weight *= scale
-    dq, dk = rotated_back(dq, dk, centres.k_mean, weight)
+    dq, dk = gradients_of_inputs(dq, dk, centres.k_mean, weight)
     given = tuple(x.to(q.dtype) for x in (dq, dk, dv))
     return given if dsink is None else (*given, dsink)

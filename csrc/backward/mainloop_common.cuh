@@ -45,14 +45,13 @@ CUTE_DEVICE auto statistic_operand(SplitStatistic (&rows)[Stages][Shapes::M], in
       make_tensor(make_smem_ptr(at), typename Shapes::template SmemStatistic<Stages>{}));
 }
 
-// A operand of a product with ones, (64, 16): three columns of ones, or of another bfloat16 number,
-// then zeros. Each use makes it anew, in registers that are free there.
+// A operand of a product with ones, (64, 16): three columns of ones, then zeros. Each use makes it
+// anew, in registers that are free there.
 struct Ones {
   Tensor<ArrayEngine<bfloat16_t, 8>, Layout<Shape<Shape<_2, _2, _2>, _1, _1>>> words;
-  CUTE_DEVICE explicit Ones(int lane, float value = 1.f) {
+  CUTE_DEVICE explicit Ones(int lane) {
     int const pair = lane % 4;  // of the thread: columns 2 pair, 2 pair + 1, and 8 columns later
-    uint32_t const upper = __float_as_uint(value), one = upper >> 16;
-    uint32_t first = pair == 0 ? upper | one : pair == 1 ? one : 0u, second = 0;
+    uint32_t first = pair == 0 ? 0x3f803f80u : pair == 1 ? 0x3f80u : 0u, second = 0;
     asm volatile("" : "+r"(first), "+r"(second));  // not kept between two products
     auto* const to = reinterpret_cast<uint32_t*>(raw_pointer_cast(words.data()));
     to[0] = to[1] = first, to[2] = to[3] = second;

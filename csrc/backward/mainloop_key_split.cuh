@@ -29,6 +29,13 @@ CUTE_DEVICE auto key_operand(typename Shapes::Element* keys, int warpgroup, int 
       local_tile(x, Shape<_64, Int<Shapes::D>>{}, make_coord(warpgroup, _0{})));
 }
 
+// With dequantised operands, in place of `Ones`: (64, 16), three columns of the factor of the keys,
+// then zeros.
+template <class Shapes>
+CUTE_DEVICE auto factor_tile(typename Shapes::SharedStorage& smem, int warpgroup) {
+  return make_tensor(make_smem_ptr(smem.factor[warpgroup]), typename Shapes::SmemFactor{});
+}
+
 template <class Shapes>
 struct KeySplitConsumer {
   using Element = typename Shapes::Element;
@@ -107,6 +114,7 @@ struct KeySplitConsumer {
   // See `run_work_items`. No product is in flight at the start of an iteration.
   __device__ uint32_t run_unit(uint32_t unit, uint32_t count) {
     uint32_t const begin = count;
+    if constexpr (Shapes::Dequantised) store_factor();
     {
       FragmentS s, dp;
       flags = flags_of(count);
@@ -208,8 +216,27 @@ struct KeySplitConsumer {
 
   __device__ void issue_s(uint32_t count, FragmentS& s) {
     QStage const stage{count};
-    issue_sum(mma_statistic, Ones(lane, key_factor.factor).words, fLSE(_, _, _, stage.index()),
-              mma_s, fK, fQ(_, _, _, stage.index()), s);
+    auto const lse = fLSE(_, _, _, stage.index());
+    if constexpr (Shapes::Dequantised) {
+      MmaS mma;
+      auto const factor =
+          mma.get_slice(thread).partition_fragment_A(factor_tile<Shapes>(smem, warpgroup));
+      issue_sum(mma, factor, lse, mma_s, fK, fQ(_, _, _, stage.index()), s);
+    } else {
+      issue_sum(mma_statistic, Ones(lane).words, lse, mma_s, fK, fQ(_, _, _, stage.index()), s);
+    }
+  }
+
+  // Before the first S of a work unit; `wait_for_order` precedes that. The last S of the unit
+  // before has ended in all warps, since they have met in the `wait_for_order` of `finish_unit`.
+  __device__ void store_factor() {
+    Tensor tile = factor_tile<Shapes>(smem, warpgroup);
+    int const row = thread % 64, column = thread / 64 * 8;
+    CUTE_UNROLL
+    for (int n = 0; n < 8; ++n) {
+      tile(row, column + n) = Element(column + n < 3 ? key_factor.factor : 0.f);
+    }
+    cutlass::arch::fence_view_async_shared();
   }
 
   // Descriptors of V are computed anew, or registers spill; for K, too, it would cost more than it

@@ -59,7 +59,14 @@ struct PairStorage {
   alignas(16) cutlass::arch::ClusterBarrier dq_granted[2], dq_added[2];
 };
 
-struct NoPairStorage {};
+struct NoStorage {};
+
+// Shared memory of a CTA without a peer, with dequantised operands, in addition to the rest: of
+// each consumer warpgroup the A operand of the product that adds LSE to S.
+template <class Element, int Size, int Consumers>
+struct FactorStorage {
+  alignas(1024) Element factor[Consumers][Size];
+};
 
 // The factor that divides the K of a work unit; it is 1 unless operands are dequantised. Scores
 // times `scale_log2`, the softmax scale over the factor, are in log2 units. All lanes hold the same
@@ -108,7 +115,8 @@ struct BackwardShapes {
 
   // With tiles of 128 keys LSE and D enter S^T and dP^T (64, M) by a product with ones, (64, 16)
   // (16, M), of which three columns count: no thread reads them from shared memory. The ones are
-  // in registers.
+  // in registers. With dequantised operands the ones of LSE are the factor of the keys, in shared
+  // memory: a factor in registers would leave too few for the accumulators.
   using Statistic = conditional_t<kPolicy.role_split, float, SplitStatistic>;
   using MmaStatistic = decltype(make_tiled_mma(
       GMMA::rs_op_selector<bfloat16_t, bfloat16_t, float, Shape<_64, Int<M>, _16>, GMMA::Major::K,
@@ -117,6 +125,8 @@ struct BackwardShapes {
   template <int Stages>
   using SmemStatistic = Layout<Shape<Shape<_8, Int<M / 8>>, Shape<_8, _2>, Int<Stages>>,
                                Stride<Stride<_8, _64>, Stride<_1, _0>, Int<8 * M>>>;
+  using SmemFactor =
+      decltype(tile_to_shape(GMMA::Layout_K_INTER_Atom<Element>{}, Shape<_64, _16>{}));
 
   using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
   using AtomMN = GMMA::Layout_MN_SW128_Atom<Element>;
@@ -135,7 +145,9 @@ struct BackwardShapes {
       decltype(tile_to_shape(AtomMN{}, Shape<Int<D / Ctas>, Int<N>>{}, Step<_2, _1>{}));
 
   using Pair = PairStorage<Element, cosize_v<SmemDs>, cosize_v<SmemPeerKt>, DsStages>;
-  struct SharedStorage : conditional_t<(Ctas > 1), Pair, NoPairStorage> {
+  using Factor = conditional_t<Dequantised, FactorStorage<Element, cosize_v<SmemFactor>, Consumers>,
+                               NoStorage>;
+  struct SharedStorage : conditional_t<(Ctas > 1), Pair, Factor> {
     alignas(1024) Element k[cosize_v<SmemK>];
     alignas(1024) Element v[cosize_v<SmemK>];
     alignas(1024) Element q[cosize_v<SmemQ>];

@@ -13,6 +13,15 @@ using namespace cute;
 // smallest bfloat16 numbers.
 constexpr float kLeastScale = 0x1p-60f, kLeastVScale = 0x1p-126f;
 
+// Four numbers in bfloat16.
+CUTE_DEVICE uint2 packed_bfloats(float const (&x)[4]) {
+  cutlass::Array<float, 4> four;
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) four[i] = x[i];
+  auto const packed = cutlass::NumericArrayConverter<cutlass::bfloat16_t, float, 4>{}(four);
+  return reinterpret_cast<uint2 const&>(packed);
+}
+
 // E4M3 has NaN, so a key that is not finite does not change the scale of its tile.
 struct E4M3 {
   static constexpr float kLargest = 448.f;
@@ -31,6 +40,14 @@ struct E4M3 {
   }
   static CUTE_DEVICE uint32_t pack_row(float const* x, float factor, float) {
     return pack(x, factor);
+  }
+  // The four numbers of a word.
+  static CUTE_DEVICE void unpack(uint32_t word, float (&x)[4]) {
+    using Four = cutlass::Array<cutlass::float_e4m3_t, 4>;
+    auto const floats = cutlass::NumericArrayConverter<float, cutlass::float_e4m3_t, 4>{}(
+        reinterpret_cast<Four const&>(word));
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) x[i] = floats[i];
   }
 };
 
@@ -63,12 +80,28 @@ struct Int8 {
     return low_bytes(bits);
   }
 
+  static CUTE_DEVICE void unpack(uint32_t word, float (&x)[4]) {
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) x[i] = static_cast<float>(static_cast<int8_t>(word >> 8 * i));
+  }
+
   // The low bytes of four words.
   static CUTE_DEVICE uint32_t low_bytes(uint32_t const (&bits)[4]) {
     return __byte_perm(__byte_perm(bits[0], bits[1], 0x0040), __byte_perm(bits[2], bits[3], 0x0040),
                        0x5410);
   }
 };
+
+// The four numbers that `Format::pack` has packed times `scale`, in bfloat16: exact, see
+// `Format.row_bits`.
+template <class Format>
+CUTE_DEVICE uint2 dequantised(uint32_t bytes, float scale) {
+  float x[4];
+  Format::unpack(bytes, x);
+  CUTE_UNROLL
+  for (float& number : x) number *= scale;
+  return packed_bfloats(x);
+}
 
 // The larger one; NaN if one of the two is NaN.
 CUTE_DEVICE float max_or_nan(float a, float b) {

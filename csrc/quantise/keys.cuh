@@ -1,4 +1,5 @@
-// K in 8 bits: centred, rotated, with a scale for each tile of 128 keys and head.
+// K in 8 bits: centred, rotated, with a scale for each tile of 128 keys and head. Or, for the
+// backward, in bfloat16 with the factor of the tile.
 #pragma once
 
 #include "hopper/launch.cuh"
@@ -28,7 +29,7 @@ struct KeyParams {
 };
 
 // A tile stays in registers until its largest magnitude is known.
-template <class S, class Format>
+template <class S, class Format, bool Dequantised>
 __global__ void __launch_bounds__(KeyShapes<S>::Threads, KeyShapes<S>::Ctas)
     quantise_k_kernel(__grid_constant__ KeyParams const p) {
   using Shapes = KeyShapes<S>;
@@ -82,15 +83,33 @@ __global__ void __launch_bounds__(KeyShapes<S>::Threads, KeyShapes<S>::Ctas)
     float const inverse = tile_factor<Format>(amax * S::kNorm);
     float const factor = amax != amax ? 0.f : S::kNorm * inverse;
     int64_t const token = int64_t{tile.row0} + warp * S::Rows;
-    stages.store(
-        y, [&](float const* x) { return Format::pack(x, factor); },
-        static_cast<uint8_t*>(a.k_values) + (token * heads + head) * D, heads * D, rows);
-    if (threadIdx.x == 0) a.k_scale[int64_t{head} * tiles + now.rows] = __frcp_rn(inverse);
+    auto const pack = [&](float const* x) { return Format::pack(x, factor); };
+    if constexpr (Dequantised) {
+      constexpr int kColumns = D + kFactorColumns;
+      // `inverse` is a number of [1, 2) over `power`. Int8 numbers of a tile with NaN stay 0.
+      uint32_t const exponent = __float_as_uint(inverse) & 0x7f800000;
+      float const power = amax != amax ? 0.f : __uint_as_float(0x7f000000 - exponent);
+      auto* const to =
+          static_cast<cutlass::bfloat16_t*>(a.k_values) + (token * heads + head) * kColumns;
+      stages.store_bfloats(
+          y, [&](float const* x) { return dequantised<Format>(pack(x), power); }, to,
+          heads * kColumns, rows);
+      if (lane < min(rows, S::Rows)) {
+        float const by = inverse * power;  // exact
+        uint2 const four = packed_bfloats({by, by, by, by});
+        *reinterpret_cast<uint4*>(to + lane * int64_t{heads} * kColumns + D) =
+            make_uint4(four.x, four.y, four.x, four.y);
+      }
+    } else {
+      stages.store(y, pack, static_cast<uint8_t*>(a.k_values) + (token * heads + head) * D,
+                   heads * D, rows);
+      if (threadIdx.x == 0) a.k_scale[int64_t{head} * tiles + now.rows] = __frcp_rn(inverse);
+    }
     load();
   }
 }
 
-template <class S, class Format>
+template <class S, class Format, bool Dequantised>
 cudaError_t launch_quantise_k(QuantiseKVArgs const& a, cudaStream_t stream) {
   using Shapes = KeyShapes<S>;
   int64_t const heads = a.k.heads;
@@ -100,7 +119,7 @@ cudaError_t launch_quantise_k(QuantiseKVArgs const& a, cudaStream_t stream) {
               .step = {static_cast<uint32_t>(ctas / heads), static_cast<uint32_t>(ctas % heads)}};
   if (!encode<typename S::Element>(p.k, a.k, S::Rows, S::D)) return cudaErrorInvalidValue;
   constexpr int kSmem = sizeof(typename Shapes::Storage);
-  constexpr auto kernel = quantise_k_kernel<S, Format>;
+  constexpr auto kernel = quantise_k_kernel<S, Format, Dequantised>;
   if (cudaError_t const status = allow_shared<kernel>(kSmem); status != cudaSuccess) {
     return status;
   }

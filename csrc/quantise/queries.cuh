@@ -1,4 +1,5 @@
-// Q in 8 bits: rotated, with a scale for each row and head.
+// Q in 8 bits: rotated, with a scale for each row and head. Or these numbers times their scales in
+// bfloat16, for the backward.
 #pragma once
 
 #include "hopper/launch.cuh"
@@ -23,7 +24,7 @@ struct QueryParams {
 };
 
 // Consecutive warps have consecutive heads, so that warps which run together read whole tokens.
-template <class S, class Format>
+template <class S, class Format, bool Dequantised>
 __global__ void __launch_bounds__(kQueryThreads, kQueryCtas)
     quantise_q_kernel(__grid_constant__ QueryParams const p) {
   constexpr int D = S::D;
@@ -73,14 +74,26 @@ __global__ void __launch_bounds__(kQueryThreads, kQueryCtas)
     // 3 times a power of two: 3 times an odd number above 85 has 9 bits.
     bool const threefold = __float_as_uint(scale) & 0x7fffff;
     float const even_from = threefold ? __fdiv_rn(85.5f, factor) : INFINITY;
-    stages.store(
-        y, [&](float const* x) { return Format::pack_row(x, factor, even_from); },
-        static_cast<uint8_t*>(a.values) + (first * heads + head) * D, heads * D,
-        static_cast<int>(a.q.tokens - first));
+    auto const pack = [&](float const* x) { return Format::pack_row(x, factor, even_from); };
+    int64_t const at = (first * heads + head) * D, of_row = head * a.q.tokens + token;
+    int const rows = static_cast<int>(a.q.tokens - first);
+    if constexpr (Dequantised) {
+      stages.store_bfloats(
+          y, [&](float const* x) { return dequantised<Format>(pack(x), scale); },
+          static_cast<cutlass::bfloat16_t*>(a.values) + at, heads * D, rows);
+    } else {
+      stages.store(y, pack, static_cast<uint8_t*>(a.values) + at, heads * D, rows);
+    }
     load();
     if (S::part(lane) == 0 && token < a.q.tokens) {
-      a.scale[head * a.q.tokens + token] = scale;
-      a.k_offset[head * a.q.tokens + token] = isnan(scale) ? NAN : offset;
+      if (isnan(scale)) offset = NAN;
+      if constexpr (Dequantised) {
+        float const lse = a.lse[of_row];
+        a.centred_lse[of_row] = lse == -INFINITY ? lse : lse - a.softmax_scale * offset;
+      } else {
+        a.scale[of_row] = scale;
+        a.k_offset[of_row] = offset;
+      }
     }
   }
 }
@@ -101,11 +114,10 @@ cudaError_t launch_quantise_q(QuantiseQArgs const& a, cudaStream_t stream) {
   constexpr int kSmem = sizeof(QueryStorage<S>);
   static_assert(kSmem <= 48 * 1024, "more needs `allow_shared`");
   auto const ctas = static_cast<unsigned>((warps + kQueryWarps - 1) / kQueryWarps);
-  if (a.int8) {
-    quantise_q_kernel<S, Int8><<<ctas, kQueryThreads, kSmem, stream>>>(p);
-  } else {
-    quantise_q_kernel<S, E4M3><<<ctas, kQueryThreads, kSmem, stream>>>(p);
-  }
+  constexpr decltype(&quantise_q_kernel<S, E4M3, false>) kKernels[2][2] = {
+      {quantise_q_kernel<S, E4M3, false>, quantise_q_kernel<S, Int8, false>},
+      {quantise_q_kernel<S, E4M3, true>, quantise_q_kernel<S, Int8, true>}};
+  kKernels[a.lse != nullptr][a.int8 != 0]<<<ctas, kQueryThreads, kSmem, stream>>>(p);
   return cudaGetLastError();
 }
 

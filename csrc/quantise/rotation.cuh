@@ -28,6 +28,11 @@ constexpr uint64_t sign_bits(int n) {
   return z ^ z >> 31;
 }
 
+template <int D>  // 1 / sqrt(D)
+constexpr float rotation_norm = D == 64    ? 0x1p-3f
+                                : D == 128 ? 0x1.6a09e6p-4f
+                                           : 0x1p-4f;
+
 // How lanes share a row: a lane has one of `Lanes` parts of 64 channels, so most butterflies lie
 // within a lane. A row of the warp has the number lane % Rows.
 template <class Element_, int HeadDim_>
@@ -38,7 +43,7 @@ struct RowShapes {
   static constexpr int Lanes = D / Numbers;
   static constexpr int Rows = kWarp / Lanes;  // of a warp
   static constexpr int Vectors = Numbers / 8;
-  static constexpr float kNorm = D == 64 ? 0x1p-3f : D == 128 ? 0x1.6a09e6p-4f : 0x1p-4f;
+  static constexpr float kNorm = rotation_norm<D>;
 
   static CUTE_DEVICE int part(int lane) { return lane / Rows; }
   static CUTE_DEVICE int row(int lane) { return lane % Rows; }

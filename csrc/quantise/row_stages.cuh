@@ -1,4 +1,5 @@
-// Rows of Q or K in a warp's shared memory: TMA loads them, and they leave it as bytes.
+// Rows of Q or K in a warp's shared memory: TMA loads them, and they leave it as bytes, or in
+// bfloat16.
 //
 // A box holds `S::Rows` rows of one head: a slab of lines of 128 bytes for each 64 channels, so
 // that a line is what one lane transforms. The 16-byte unit n of a line lies at n ^ row % 8, where
@@ -176,6 +177,28 @@ class RowStages {
       uint32_t const moved = S::Lanes == 1 ? 0 : row % 8 << 4;
       uint4 const x = load_unit((leaves_ ^ moved) + row * kLine + box());
       if (row + own < rows) *reinterpret_cast<uint4*>(to) = x;
+    }
+    now_.advance();
+  }
+
+  // As `store`, in bfloat16: `convert` makes four numbers. `stride` is in elements.
+  template <class Convert>
+  CUTE_DEVICE void store_bfloats(float const (&y)[S::Numbers], Convert const& convert,
+                                 cutlass::bfloat16_t* to, int64_t stride, int rows) {
+    constexpr int kVectorsOfRow = S::D / 8, kRowsAtOnce = kWarp / kVectorsOfRow;
+    __syncwarp();  // all lanes have read the box
+    CUTE_UNROLL
+    for (int j = 0; j < S::Vectors; ++j) {
+      uint2 const low = convert(y + 8 * j), high = convert(y + 8 * j + 4);
+      store_unit((line_ ^ j << 4) + box(), make_uint4(low.x, low.y, high.x, high.y));
+    }
+    __syncwarp();
+    int const number = lane_ % kVectorsOfRow;
+    CUTE_UNROLL
+    for (int n = 0; n < S::Rows; n += kRowsAtOnce) {
+      int const row = n + lane_ / kVectorsOfRow;
+      uint4 const x = load_unit(unit(row, number / 8, row % 8 ^ number % 8) + box());
+      if (row < rows) *reinterpret_cast<uint4*>(to + row * stride + 8 * number) = x;
     }
     now_.advance();
   }

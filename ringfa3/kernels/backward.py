@@ -245,7 +245,7 @@ class BackwardPass:
         return blocks, statistics, dq + rows * width, count
 
     def dq(self) -> torch.Tensor:
-        """(t, h, d) in the dtype of q, after the last hop."""
+        """As `reference.BackwardPass.dq`."""
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
         if self.blocks.shape[0]:
             args = _pack_postprocess(*tensor3(dq), *self.padded, self.scale)

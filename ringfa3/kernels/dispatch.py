@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs w
     from ringfa3.planning.context_plan import ContextPlan
     from ringfa3.planning.tiling import Plan, Tiling
     from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
+    from ringfa3.quantisation.dequantised import DequantisedInputs
     from ringfa3.quantisation.key_tiles import KeyTiles
-    from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ
+    from ringfa3.quantisation.operands import QuantisedQ
     from ringfa3.quantisation.tile_records import TileRecords
 
 
@@ -77,10 +78,17 @@ class QuantisedForward(Protocol):
     ) -> TileRecords:
         """The tiles of k, v (n, hk, d), as `operands.quantise_kv`."""
 
-    def rounded_kv(
-        self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
-    ) -> QuantisedKV:
-        """The operands of `quantise_kv`, in the order of the rows of k, v (n, hk, d)."""
+    def dequantise(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: KeyTiles,
+        centres: KVCentres,
+        lse: torch.Tensor,
+        scale: float,
+    ) -> DequantisedInputs:
+        """What a backward takes in place of q (t, h, d), k, v (n, hk, d) and lse (h, t)."""
 
     def keys(self, records: TileRecords, centres: KVCentres) -> Any:
         """K/V for `attend`, whose tiles lie `KEY_TILE` rows apart."""

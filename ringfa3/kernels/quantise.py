@@ -7,6 +7,7 @@ csrc/params.h field by field.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -20,9 +21,14 @@ from ringfa3.kernels.uploads import Uploads, upload
 from ringfa3.planning.sharding import whole_sequences
 from ringfa3.planning.tiling import Plan
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
-from ringfa3.quantisation.formats import E4M3, Formats
+from ringfa3.quantisation.dequantised import (
+    FACTOR_COLUMNS,
+    DequantisedInputs,
+    operand_dtype,
+)
+from ringfa3.quantisation.formats import Formats
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
-from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ
+from ringfa3.quantisation.operands import QuantisedQ
 from ringfa3.quantisation.tile_records import TileRecords
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
@@ -63,8 +69,11 @@ class QuantiseQArgs(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("k_offset", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("centred_lse", ctypes.c_void_p),
         ("kv_heads", ctypes.c_int32),
         ("int8", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
     )
 
 
@@ -112,21 +121,6 @@ class TiledKV:
         """All tiles, to be sent to other ranks."""
         v = self.v if self.v.dim() == 4 else self.tiles.spread(self.v)
         return TileRecords(self.tiles.spread(self.k), v, self.k_scale.t())
-
-    def rows(self, v: torch.Tensor) -> QuantisedKV:
-        """In the order of the rows of v (n, hk, d), the tensor given. Rows of no tile are
-        uninitialised, as in K.
-
-        V in 8 bits is rounded again, since bytes in tiles are slow to gather: a few numbers at ties
-        may be the neighbours of the kernel's.
-        """
-        row, padded = self.tiles.rows(self.k.device)
-        scale = torch.ones_like(self.k[..., 0], dtype=torch.float32)
-        scale[row.rows] = self.k_scale.t()[padded // KEY_TILE]
-        if self.v.dim() == 4:
-            inverse = self.centres.v_scale.reciprocal()
-            v = E4M3.round(torch.addcmul(-self.centres.v_mean * inverse, v.float(), inverse))
-        return QuantisedKV(self.k, scale, v, self.centres)
 
     @classmethod
     def of_records(cls, records: TileRecords, centres: KVCentres) -> TiledKV:
@@ -198,21 +192,10 @@ def _centres(
 
 def quantise_q(unit: Unit, q: torch.Tensor, centres: KVCentres, formats: Formats) -> QuantisedQ:
     """`operands.quantise_q` on the GPU. In memory scale and k_offset are (h, t)."""
-    (tokens, heads, _), stream = q.shape, CurrentStream.of(q.device)
+    tokens, heads, _ = q.shape
     values = torch.empty(q.shape, dtype=formats.qk.dtype, device=q.device)
     scale, k_offset = torch.empty((2, heads, tokens), dtype=torch.float32, device=q.device)
-    if tokens:
-        q, q_fields = tma_addressable(q)
-        args = _pack_quantise_q(
-            *q_fields,
-            centres.k_mean.data_ptr(),
-            values.data_ptr(),
-            scale.data_ptr(),
-            k_offset.data_ptr(),
-            len(centres.k_mean),
-            formats.qk.dtype == torch.int8,
-        )
-        launch(unit, "quantise_q", args, stream)
+    _launch_q(unit, q, centres, formats, values, scale, k_offset)
     return QuantisedQ(values, scale.t(), k_offset.t())
 
 
@@ -225,30 +208,103 @@ def quantise_kv(
     formats: Formats,
 ) -> TiledKV:
     """`operands.quantise_kv` on the GPU. `tiles` is uploaded once for each stream: keep it."""
-    (_, heads, head_dim), stream = k.shape, CurrentStream.of(k.device)
-    count = len(tiles.table)
+    (_, heads, head_dim), count = k.shape, len(tiles.table)
     values = torch.empty(k.shape, dtype=formats.qk.dtype, device=k.device)
     k_scale = torch.empty((heads, count), dtype=torch.float32, device=k.device)
     tiled_v = v
     if formats.v is not None:
         shape = (count, heads, head_dim, KEY_TILE)
         tiled_v = torch.empty(shape, dtype=formats.v.dtype, device=v.device)
-    if count:
-        table = _tables.get(tiles, stream, (), lambda: upload(tiles.table, k.device))
-        (k, k_fields), (v, v_fields) = tma_addressable(k), tma_addressable(v)
-        args = _pack_quantise_kv(
-            *k_fields,
-            *v_fields,
-            table.data_ptr(),
-            *(x.data_ptr() for x in centres),
-            values.data_ptr(),
-            k_scale.data_ptr(),
-            0 if formats.v is None else tiled_v.data_ptr(),
-            count,
-            formats.v is None,
-        )
-        launch(unit, "quantise_kv", args, stream)
+    _launch_kv(unit, k, v, tiles, centres, formats, values, k_scale, tiled_v)
     return TiledKV(values, k_scale, tiled_v, centres, tiles)
+
+
+def dequantise(
+    unit: Unit,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tiles: KeyTiles,
+    centres: KVCentres,
+    formats: Formats,
+    lse: torch.Tensor,
+    scale: float,
+) -> DequantisedInputs:
+    """`DequantisedInputs.of` those operands, which no memory holds. K of no tile is uninitialised.
+
+    Args: as of `quantise_q` and `quantise_kv`; lse (h, t) and scale as of `DequantisedInputs.of`.
+    """
+
+    def new(shape: Sequence[int]) -> torch.Tensor:
+        return torch.empty(shape, dtype=operand_dtype(q.dtype), device=q.device)
+
+    rounded_q, rounded_k = new(q.shape), new((*k.shape[:2], k.shape[2] + FACTOR_COLUMNS))
+    rounded_v = v.to(rounded_q.dtype) if formats.v is None else new(v.shape)
+    lse = lse.contiguous()
+    centred_lse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    _launch_q(
+        unit, q, centres, formats, rounded_q, lse=lse, centred_lse=centred_lse, softmax_scale=scale
+    )
+    _launch_kv(unit, k, v, tiles, centres, formats, rounded_k, None, rounded_v)
+    return DequantisedInputs(rounded_q, rounded_k, rounded_v, centred_lse)
+
+
+def _launch_q(
+    unit: Unit,
+    q: torch.Tensor,
+    centres: KVCentres,
+    formats: Formats,
+    values: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    k_offset: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    centred_lse: torch.Tensor | None = None,
+    softmax_scale: float = 0,
+) -> None:
+    """Fills the tensors of a `QuantiseQArgs`."""
+    if not len(q):
+        return
+    q, q_fields = tma_addressable(q)
+    args = _pack_quantise_q(
+        *q_fields,
+        centres.k_mean.data_ptr(),
+        *(0 if x is None else x.data_ptr() for x in (values, scale, k_offset, lse, centred_lse)),
+        len(centres.k_mean),
+        formats.qk.dtype == torch.int8,
+        softmax_scale,
+    )
+    launch(unit, "quantise_q", args, CurrentStream.of(q.device))
+
+
+def _launch_kv(
+    unit: Unit,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tiles: KeyTiles,
+    centres: KVCentres,
+    formats: Formats,
+    k_values: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_values: torch.Tensor,
+) -> None:
+    """Fills the tensors of a `QuantiseKVArgs`, but V in 16 bits."""
+    count, stream = len(tiles.table), CurrentStream.of(k.device)
+    if not count:
+        return
+    table = _tables.get(tiles, stream, (), lambda: upload(tiles.table, k.device))
+    (k, k_fields), (v, v_fields) = tma_addressable(k), tma_addressable(v)
+    args = _pack_quantise_kv(
+        *k_fields,
+        *v_fields,
+        table.data_ptr(),
+        *(x.data_ptr() for x in centres),
+        k_values.data_ptr(),
+        0 if k_scale is None else k_scale.data_ptr(),
+        0 if formats.v is None else v_values.data_ptr(),
+        count,
+        formats.v is None,
+    )
+    launch(unit, "quantise_kv", args, stream)
 
 
 _tables: Uploads[torch.Tensor] = Uploads()

@@ -18,9 +18,10 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Uploads, upload
 from ringfa3.planning.tiling import Plan, Tiling
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
+from ringfa3.quantisation.dequantised import DequantisedInputs
 from ringfa3.quantisation.formats import Formats
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
-from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ
+from ringfa3.quantisation.operands import QuantisedQ
 from ringfa3.quantisation.tile_records import TileRecords
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
@@ -77,10 +78,18 @@ class QuantisedKernel:
     ) -> TileRecords:
         return quantise.quantise_kv(self.quantiser, k, v, tiles, centres, self.formats).records()
 
-    def rounded_kv(
-        self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
-    ) -> QuantisedKV:
-        return quantise.quantise_kv(self.quantiser, k, v, tiles, centres, self.formats).rows(v)
+    def dequantise(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: KeyTiles,
+        centres: KVCentres,
+        lse: torch.Tensor,
+        scale: float,
+    ) -> DequantisedInputs:
+        operands = q, k, v, tiles, centres
+        return quantise.dequantise(self.quantiser, *operands, self.formats, lse, scale)
 
 
 def attend(

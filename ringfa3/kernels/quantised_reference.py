@@ -28,6 +28,7 @@ from ringfa3.kernels.reference import (
 from ringfa3.planning.tiling import Plan, Tiling
 from ringfa3.quantisation import operands
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
+from ringfa3.quantisation.dequantised import DequantisedInputs
 from ringfa3.quantisation.formats import Format, Formats
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
 from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ
@@ -67,10 +68,19 @@ class QuantisedReference:
         scale = tiles.spread(kv.k_scale.unsqueeze(-1))[:, 0, :, 0]
         return TileRecords(tiles.spread(kv.k), tiles.spread(kv.v), scale)
 
-    def rounded_kv(
-        self, k: torch.Tensor, v: torch.Tensor, tiles: KeyTiles, centres: KVCentres
-    ) -> QuantisedKV:
-        return operands.quantise_kv(k, v, tiles.keys, centres, self._formats)
+    def dequantise(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tiles: KeyTiles,
+        centres: KVCentres,
+        lse: torch.Tensor,
+        scale: float,
+    ) -> DequantisedInputs:
+        rounded_q = operands.quantise_q(q, centres, self._formats)
+        kv = operands.quantise_kv(k, v, tiles.keys, centres, self._formats)
+        return DequantisedInputs.of(rounded_q, kv, lse, scale, q.dtype)
 
     def keys(self, records: TileRecords, centres: KVCentres) -> QuantisedKV:
         scale = records.k_scale.repeat_interleave(KEY_TILE, 0)

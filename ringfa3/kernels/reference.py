@@ -18,6 +18,7 @@ import torch
 
 from ringfa3.kernels.sinks import apply_sink, sink_gradient
 from ringfa3.planning.tiling import FIRST, LAST, Plan, Table, Tiling
+from ringfa3.quantisation.rotation import rotate_back
 
 TILE_M = 128  # query rows of a forward tile, and of a block of padded rows
 TILE_N = 128  # keys of a backward tile
@@ -208,8 +209,8 @@ class BackwardPass:
         attend_backward(dout, q, k, v, lse, delta, tiling, *settings)
 
     def dq(self) -> torch.Tensor:
-        """(t, h, d) in the dtype of q, after the last hop."""
-        return self._dq.to(self._q.dtype)
+        """(t, h, d) in the dtype of q, after the last hop; of `dequantised` q rotated back."""
+        return (rotate_back(self._dq) if self._dequantised else self._dq).to(self._q.dtype)
 
     def dsink(self) -> torch.Tensor:
         """(h,) in the dtype of LSE, of all rows; (0,) for a pass without a sink."""

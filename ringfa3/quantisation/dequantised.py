@@ -91,18 +91,18 @@ def _numbers(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.dtype == torch.int8 else x.to(dtype)
 
 
-def rotated_back(
+def gradients_of_inputs(
     dq: torch.Tensor, dk: torch.Tensor, k_mean: torch.Tensor, weight: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dQ (t, h, d) and dK (n, hk, d) from those of the operands.
+    """dQ (t, h, d) and dK (n, hk, d) from those of a backward pass.
 
     Args:
-        dq: (t, h, d); dk: (n, hk, d + FACTOR_COLUMNS).
+        dq: (t, h, d), rotated back; dk: (n, hk, d + FACTOR_COLUMNS), of rotated K.
         k_mean: (hk, d) float32.
         weight: (h, t), c w; None for zeros.
     """
     h, d = dq.shape[1:]
-    dq, dk = rotate_back(dq), rotate_back(dk[..., :d])
+    dk = rotate_back(dk[..., :d])
     if weight is not None:
         mean = k_mean.repeat_interleave(h // len(k_mean), 0)  # (h, d)
         dq = torch.addcmul(dq.float(), weight.t().unsqueeze(-1), mean).to(dq.dtype)

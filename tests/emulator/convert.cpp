@@ -50,6 +50,16 @@ Step convert(Instruction const& i) {
   bool const other_rounding =
       rounding[0] == 'r' && rounding != "rn";  // not to the nearest, ties to even
   if (to_integer ? saturates : other_rounding) throw std::runtime_error("PTX: " + i.text);
+  if (from == "e4m3x2") {
+    if (to != "f16x2") throw std::runtime_error("PTX: " + i.text);
+    int const d = i.slot(0), a = i.slot(1);
+    return [=](Warp& w, Lanes lanes) {
+      uint64_t *const D = w.reg(d), *const A = w.reg(a);
+      auto half = [](uint64_t byte) -> uint32_t { return to_half(from_e4m3(byte & 0xff)).bits; };
+      for_each_lane(lanes, [&](int l) { D[l] = half(A[l] >> 8) << 16 | half(A[l]); });
+      return Next::Advance;
+    };
+  }
   if (to == "bf16x2" || to == "f16x2") {  // the first source is the upper half
     int const d = i.slot(0), high = i.slot(1), low = i.slot(2);
     bool const is_bf16 = to == "bf16x2", relu = i.has("relu");

@@ -24,6 +24,12 @@ def test_operands_are_those_of_the_definition(unit: Unit, precision: str) -> Non
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("unit", UNITS)
+def test_backward_operands_are_those_of_the_forward(unit: Unit, precision: str) -> None:
+    checks.backward_operands_are_those_of_the_forward(unit, "cuda", precision)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("unit", UNITS)
 def test_boxes_are_refilled(unit: Unit, precision: str) -> None:
     checks.boxes_are_refilled(unit, "cuda", precision, repeats=400)
 

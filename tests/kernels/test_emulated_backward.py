@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringfa3 import flash_attn_varlen_func
+from ringfa3 import flash_attn_func, flash_attn_varlen_func
 from ringfa3.build.units import UNITS, Unit, select_units
 from ringfa3.kernels import dispatch
 from ringfa3.kernels.backward import BackwardPass
 from ringfa3.planning.work_split import SHARED, split_work
 from tests.support import backward_checks as checks
 from tests.support.emulation import EAGERNESS, PROCESSORS, Machine
+from tests.support.straight_through import relative
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
 
@@ -145,3 +146,23 @@ def test_the_public_function_runs_on_the_kernels(
         assert not torch.equal(x, y), "both ran on the PyTorch fallback"
         assert (x - y).abs().max() < 5e-2
     checks.hold_gate(list(gradients[0]), p, "public function")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_an_8_bit_backward_runs_on_the_kernels(emulated: Machine, precision: str) -> None:
+    """GQA, K with a mean, a sink and a gradient of LSE: within .006 of the fallback's rms."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 300, h, 128).bfloat16() for h in (2, 1, 1, 2))
+    k, sink = k + 3, torch.randn(2)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "unit_for", lambda direction, q, precision="native": None)
+        out, lse = flash_attn_func(*leaves, precision=precision, return_lse=True, sink=sink)
+        dlse = torch.randn_like(lse)
+        expected = torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=True)
+    emulated.settings(0, 0.3)
+    got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    for x, y in zip(got, expected, strict=True):
+        assert not torch.equal(x, y), "both ran on the PyTorch fallback"
+        assert relative(x, y.double()) <= 0.006

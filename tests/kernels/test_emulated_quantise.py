@@ -36,6 +36,15 @@ def test_operands_are_those_of_the_definition(
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("unit", UNITS)
+def test_backward_operands_are_those_of_the_forward(
+    emulated: Machine, unit: Unit, precision: str
+) -> None:
+    emulated.settings(5)
+    checks.backward_operands_are_those_of_the_forward(unit, "cpu", precision)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("unit", UNITS)
 def test_bad_input_stays_where_it_is(emulated: Machine, unit: Unit, precision: str) -> None:
     emulated.settings(1)
     checks.bad_input_stays_where_it_is(unit, "cpu", precision)

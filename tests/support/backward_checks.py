@@ -20,6 +20,7 @@ from ringfa3.kernels.backward import BackwardPass
 from ringfa3.planning.context_plan import plan_context
 from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.quantisation.dequantised import FACTOR_COLUMNS
+from ringfa3.quantisation.rotation import rotate_back
 from tests.support import dense
 from tests.support.launches import leave_sms
 from tests.support.strategies import key_tokens
@@ -104,9 +105,12 @@ def problem(
         gradients = dense.gradients(leaves, outputs, dout.to(kind), dlse.to(kind))
         results.append((outputs, gradients))
     (out, lse), reference = results[0]
+    plain = results[1][1]
+    if unit.precision == "dequantised":  # Q and K count as rotated, and the pass rotates dQ back
+        reference[0], plain[0] = (rotate_back(x) for x in (reference[0], plain[0].float()))
     return Problem(
         list(lengths), window, q, given_k, v, dout, dlse if with_dlse else None,
-        out.detach().to(dtype), lse.detach().float(), reference, results[1][1], mask,
+        out.detach().to(dtype), lse.detach().float(), reference, plain, mask,
     )  # fmt: skip
 
 

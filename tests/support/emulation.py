@@ -257,7 +257,8 @@ def machine() -> Iterator[Machine]:
         patch.setattr(launch, "_entry", cache(lambda u, n: emulated.entry(u, f"ringfa3_{n}")))
         for room in (forward, quantised):
             patch.setattr(room, "attend", emulated.allowing(room.attend))
-        for name in ("channel_statistics", "combine_statistics", "quantise_q", "quantise_kv"):
+        made = ("channel_statistics", "combine_statistics", "quantise_q", "quantise_kv")
+        for name in (*made, "dequantise"):
             patch.setattr(quantise, name, emulated.allowing(getattr(quantise, name)))
         for name in ("__init__", "hop", "dq"):
             method = getattr(backward.BackwardPass, name)

@@ -22,6 +22,7 @@ from ringfa3.kernels.quantise import TiledKV
 from ringfa3.planning.sharding import Segments
 from ringfa3.quantisation import operands
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
+from ringfa3.quantisation.dequantised import DequantisedInputs
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
 from ringfa3.quantisation.rotation import rotate
@@ -225,6 +226,48 @@ def boxes_are_refilled(unit: Unit, device: str, precision: str, repeats: int) ->
     assert differ <= 1e-4 * quantised_q.values.numel(), f"{what}: {differ} of Q differ"
     differ = hold_kv(kv, k, v, keys, precision, what)["K"]
     assert differ <= 1e-4 * k.numel(), f"{what}: {differ} of K differ"
+
+
+def backward_operands_are_those_of_the_forward(unit: Unit, device: str, precision: str) -> None:
+    """Q and K are those that `DequantisedInputs.of` makes of the forward's operands, bit by bit.
+
+    LSE is within 2 ulp of its terms. V is the nearest bfloat16 number, but for ties within
+    ulps of its terms. Also of zeros and numbers that are not finite.
+    """
+    keys, formats, scale = segments(), FORMATS[precision], unit.head_dim**-0.5
+    rows = int(keys.row[-1] + keys.length[-1])
+    for seed in range(2):
+        q, k, v = (x.clone() if seed == 0 else x for x in tensors(unit, device, rows, seed))
+        if seed == 0:
+            q[0], q[2, 1, 5], q[3, 4, 0], k[6:133] = 0, INF, NAN, 0
+            k[140, 1, 7], v[5, 0, 9], v[150, 1, 8] = INF, -INF, NAN
+        q = q[: 270 + seed]
+        forward_q, tiled = run(unit, q, k, v, keys, precision)
+        lse = torch.randn(HEADS, len(q), device=device) * 20
+        lse[0, :3], lse[1, 2] = -INF, -INF
+        operands_of = q, k, v, tiled.tiles, tiled.centres
+        with _new_memory_holds_nan():
+            got = quantise.dequantise(unit, *operands_of, formats, lse, scale)
+        kv = in_rows(tiled)
+        expected = DequantisedInputs.of(forward_q, kv, lse, scale, q.dtype)
+        inside = tiled.tiles.rows(k.device)[0].rows
+        what = f"{unit.name}, {precision}, seed {seed}"
+        for name, x, y in (("Q", got.q, expected.q), ("K", got.k[inside], expected.k[inside])):
+            assert x.dtype == y.dtype
+            assert torch.equal(x.nan_to_num(nan=7e7), y.nan_to_num(nan=7e7)), f"{what}: {name}"
+        offset = scale * forward_q.k_offset.t()
+        terms = (lse.abs() + offset.abs()).nan_to_num(0, 0, 0)
+        error = (got.lse - expected.lse).nan_to_num(0, 0, 0).abs()
+        assert torch.equal(got.lse.isfinite(), expected.lse.isfinite()), what
+        assert torch.equal(got.lse == -INF, lse == -INF), what
+        assert (error <= 2.4e-7 * terms).all(), f"{what}: LSE"
+        if formats.v is None:
+            assert torch.equal(got.v.nan_to_num(nan=7e7), v.to(got.v).nan_to_num(nan=7e7)), what
+            continue
+        part, v_mean = kv.v.double() * kv.centres.v_scale, kv.centres.v_mean.double()
+        slack = 2.0**-23 * (part.abs() + v_mean.abs())[inside]
+        exact, rounded = (part + v_mean)[inside], torch.Tensor.bfloat16
+        hold_values(got.v[inside], exact, rounded, f"{what}: V", slack)
 
 
 def bad_input_stays_where_it_is(unit: Unit, device: str, precision: str) -> None:
