@@ -32,7 +32,6 @@ from train.data import corpus
 from train.data.documents import DocumentError, Documents, SplitWriter, open_split
 from train.data.encoder import DocumentEncoder, trained_eos
 from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
-from train.data.removal import discard, require_removal
 from train.data.splits import HELD_OUT, SPLITS, TRAIN, Splitter
 from train.data.tokenizer import (
     LONGEST_PRE_TOKEN,
@@ -42,7 +41,7 @@ from train.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from train.paths import expand, make_folder, unusable
+from train.paths import discard, expand, make_folder, require_removal, unusable
 
 VALIDATION = "validation.json"  # the names of its files, as files.json has them by source
 FORMAT = 3  # version of the files in the folder; part of its name

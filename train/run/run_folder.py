@@ -10,9 +10,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from train.config import Config, ConfigError, from_plain
-from train.data.removal import require_removal
 from train.keys import flatten, shown
-from train.paths import expand, make_folder, unusable
+from train.paths import expand, make_folder, require_removal, unusable
 
 LOCK_S = 5.0  # processes of torchrun's previous attempt may still hold the lock
 

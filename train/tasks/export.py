@@ -16,7 +16,6 @@ from torch import Tensor
 
 from train.config import Config, ConfigError
 from train.data.encoder import DocumentEncoder
-from train.data.removal import discard
 from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import find_checkpoint, load_tensors
 from train.engine.shard import Box, Shard
@@ -25,7 +24,7 @@ from train.hf.ends import write_ends
 from train.hf.names import shapes
 from train.hf.origin import keep_origin
 from train.hf.save import save_weights
-from train.paths import expand, make_folder, unusable
+from train.paths import discard, expand, make_folder, unusable
 from train.run.run_folder import RunFolder
 from train.tasks.load_model import read_tokenizer
 
