@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.config import SOURCES, ConfigError, DataConfig
+from train.config import SOURCES, TEXT, ConfigError, DataConfig
 from train.data.formats import WHOLE_FILE, Keys, read_texts, require_readers
 from train.paths import expand
 
@@ -49,6 +49,7 @@ class Source:
     weight: float
     path_key: str
     validation: bool = False
+    format: str = TEXT
 
     @property
     def section(self) -> str:
@@ -58,7 +59,7 @@ class Source:
     @property
     def keys(self) -> Keys:
         """The config keys that appear in errors about its files."""
-        return Keys(self.path_key, f"{self.section}.text_field")
+        return Keys(self.path_key, f"{self.section}.text_field", f"{self.section}.format")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Document:
-    """A text, its file and row (``WHOLE_FILE``, or from 1), and its length in UTF-8 bytes."""
+    """A text, its file and row (``WHOLE_FILE``, or from 1), and its length in UTF-8 bytes.
+
+    The text of a conversation or a completion is a JSON of its fields (``train.data.chat``).
+    """
 
     file: TextFile
     row: int
@@ -105,7 +109,8 @@ def sources_of(data: DataConfig, path_key: str = "data.path") -> list[Source]:
     ``path_key`` is the config key that errors name for ``data.path``.
     """
     if not data.sources:
-        return [Source("", data.path, data.pattern, data.text_field, 1.0, path_key)]
+        own = (data.path, data.pattern, data.text_field, 1.0, path_key)
+        return [Source("", *own, format=data.format)]
     return [
         Source(
             name=name,
@@ -114,6 +119,7 @@ def sources_of(data: DataConfig, path_key: str = "data.path") -> list[Source]:
             text_field=source.text_field or data.text_field,
             weight=source.weight,
             path_key=f"{SOURCES}.{name}.path",
+            format=source.format or data.format,
         )
         for name, source in sorted(data.sources.items())
     ]
@@ -135,7 +141,7 @@ def all_files(data: DataConfig) -> list[TextFile]:
     if data.validation_path is None:
         return find_files(data)
     own = (data.validation_path, data.pattern, data.text_field, 1.0, "data.validation_path")
-    files = _files_of(Source("", *own, validation=True))
+    files = _files_of(Source("", *own, validation=True, format=data.format))
     require_readers([file.path for file in files])
     return [*files, *find_files(data)]
 
@@ -187,6 +193,8 @@ def fingerprint(files: list[TextFile]) -> str:
         stat = file.path.stat()
         settings = f"{file.source.name}\0{file.source.text_field}\0{file.name}"
         settings += "\0validation" * file.source.validation
+        if file.source.format != TEXT:  # earlier versions had no other
+            settings += f"\0{file.source.format}"
         digest.update(f"{settings}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(*ANY_NAME))
     return digest.hexdigest()
 
@@ -195,7 +203,9 @@ def read_documents(
     file: TextFile, at: Callable[[int], None] = lambda n_bytes: None
 ) -> Iterator[Document]:
     """The documents of one file. Raises what ``train.data.formats.read_texts`` raises."""
-    for row, text, n_bytes in read_texts(file.path, file.source.text_field, file.source.keys, at):
+    source = file.source
+    texts = read_texts(file.path, source.text_field, source.keys, at, source.format)
+    for row, text, n_bytes in texts:
         yield Document(file, row, text, n_bytes)
 
 

@@ -1,6 +1,9 @@
 """Tokenised documents on disk: token files, and an index of the documents in them.
 
-    <split>/index.npz  00000.bin  00001.bin ...
+    <split>/index.npz  00000.bin  00001.bin ...  [00000.loss.bin ...]
+
+A ``.loss.bin`` has a bit per token, set if the token has loss, the highest bit first. Without these
+files every token but the first of a document has.
 
 Tokens are read with ``pread``, not through mmap. If a file shrinks or a disk fails during training,
 ``pread`` raises an exception that names the document; mmap would end the process by SIGBUS.
@@ -25,7 +28,9 @@ from train.data.manifest import DamagedError
 
 SHARD_TOKENS = 2**27
 OPEN_FILES = 256
+IGNORED = -100  # label of a token whose next token has no loss
 DTYPES = ("uint16", "uint32")
+LOSS = np.dtype(np.uint8)  # eight tokens
 COLUMNS = ("shard", "start", "lengths", "n_bytes", "origin", "row", "hash")
 
 
@@ -65,18 +70,18 @@ def _opened(path: Path) -> FileIO:
 
 @dataclass(frozen=True)
 class Documents:
-    """One split of a tokenised corpus. Every document starts with BOS, and with ``has_eos`` ends
-    with EOS.
+    """One split of a tokenised corpus. Every text starts with BOS, and with ``has_eos`` ends with
+    EOS; a conversation has the tokens of its chat template.
 
     The columns are (n,) integers each:
 
     * ``shard`` and ``start`` locate a document's tokens; ``lengths`` counts all of them;
-    * ``n_bytes`` is the length of its text in UTF-8;
+    * ``n_bytes`` is the length in UTF-8 of its text, or of the part with loss;
     * ``origin`` (index into ``files``) and ``row`` locate its text;
     * ``hash`` is its ``text_hash``, by which documents are chosen.
 
-    ``sources`` maps names to weights. Source k has documents ``bounds[k]`` to
-    ``bounds[k + 1] - 1``.
+    ``loss`` holds the bits of the tokens in ``shards``. ``sources`` maps names to weights. Source k
+    has documents ``bounds[k]`` to ``bounds[k + 1] - 1``.
     """
 
     shards: Sequence[TokenFile | NDArray[Any]]
@@ -92,6 +97,7 @@ class Documents:
     bounds: tuple[int, ...]
     vocab_size: int
     has_eos: bool = False
+    loss: Sequence[TokenFile | NDArray[np.uint8]] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -125,6 +131,18 @@ class Documents:
             raise DocumentError(self.name(document), problem)
         return ids
 
+    def loss_mask(self, document: int) -> NDArray[np.bool_]:
+        """Which tokens of a document have loss, (tokens,). Raises what ``tokens`` raises."""
+        length = int(self.lengths[document])
+        if self.loss is None:
+            return np.arange(length) > 0
+        start = int(self.start[document])
+        try:
+            packed = self.loss[self.shard[document]][start // 8 : -(-(start + length) // 8)]
+        except (OSError, DamagedError) as error:
+            raise DocumentError(self.name(document), str(error)) from error
+        return np.unpackbits(packed)[start % 8 :][:length].astype(bool)
+
     def of_source(self, number: int) -> Documents:
         """The documents of source ``number``, renumbered from 0."""
         first, stop = self.bounds[number], self.bounds[number + 1]
@@ -140,10 +158,17 @@ class Documents:
 
 
 class SplitWriter:
-    """Writes the documents of one split: token files of about ``shard_tokens`` and the index."""
+    """Writes the documents of one split: token files of about ``shard_tokens`` and the index.
+
+    ``with_loss`` adds the files of which tokens have loss.
+    """
 
     def __init__(
-        self, folder: Path, dtype: np.dtype[Any], shard_tokens: int = SHARD_TOKENS
+        self,
+        folder: Path,
+        dtype: np.dtype[Any],
+        shard_tokens: int = SHARD_TOKENS,
+        with_loss: bool = False,
     ) -> None:
         folder.mkdir()
         self.folder, self.dtype, self.shard_tokens = folder, dtype, shard_tokens
@@ -151,21 +176,38 @@ class SplitWriter:
         self._shards = 0
         self._written = 0
         self._file = (folder / "00000.bin").open("wb")
+        self._loss = (folder / "00000.loss.bin").open("wb") if with_loss else None
+        self._bits = np.zeros(0, bool)  # fewer than a byte, not written yet
 
     def __len__(self) -> int:
         return len(self._columns["lengths"])
 
-    def add(self, ids: list[int], n_bytes: int, origin: int, row: int, hashed: int) -> None:
+    def add(
+        self,
+        ids: list[int],
+        n_bytes: int,
+        origin: int,
+        row: int,
+        hashed: int,
+        loss: NDArray[np.bool_] | None = None,
+    ) -> None:
         """Append the document with tokens ``ids``. No document is split over two token files.
 
         ``origin`` is the number of its text file and must not decrease from call to call.
-        ``hashed`` is the document's ``hash``.
+        ``hashed`` is the document's ``hash``, ``loss`` its ``loss_mask``.
         """
         if self._written >= self.shard_tokens:
-            self._file.close()
+            self._close()
             self._shards, self._written = self._shards + 1, 0
             self._file = (self.folder / f"{self._shards:05d}.bin").open("wb")
+            if self._loss is not None:
+                self._loss = (self.folder / f"{self._shards:05d}.loss.bin").open("wb")
         self._file.write(np.array(ids, self.dtype).tobytes())
+        if self._loss is not None:
+            bits = np.append(self._bits, np.arange(len(ids)) > 0 if loss is None else loss)
+            whole = len(bits) // 8 * 8
+            self._loss.write(np.packbits(bits[:whole]).tobytes())
+            self._bits = bits[whole:]
         values = (self._shards, self._written, len(ids), n_bytes, origin, row, hashed)
         for name, value in zip(COLUMNS, values, strict=True):
             self._columns[name].append(value)
@@ -173,9 +215,16 @@ class SplitWriter:
 
     def close(self) -> None:
         """Complete the files. No document can be added afterwards."""
-        self._file.close()
+        self._close()
         columns = {name: np.array(values, np.int64) for name, values in self._columns.items()}
         np.savez(self.folder / "index.npz", **columns)
+
+    def _close(self) -> None:
+        self._file.close()
+        if self._loss is not None:
+            self._loss.write(np.packbits(self._bits).tobytes())
+            self._loss.close()
+            self._bits = self._bits[:0]
 
 
 def open_split(
@@ -186,11 +235,13 @@ def open_split(
     files: dict[str, list[str]],
     weights: dict[str, float],
     has_eos: bool = False,
+    has_loss: bool = False,
 ) -> Documents:
     """Open a split and check its index against the token files; ``DamagedError`` if they disagree.
 
     ``sizes`` are the bytes of the token files ``00000.bin``, ``00001.bin``, ... ``files`` holds the
     file names of each source in the order of the index, ``weights`` the weight of each source.
+    ``has_loss`` means that there are files of which tokens have loss.
     """
     if dtype_name not in DTYPES:
         raise DamagedError(folder, f"holds tokens of type {dtype_name}; known: {DTYPES}")
@@ -201,6 +252,7 @@ def open_split(
         if size % dtype.itemsize:
             raise DamagedError(path, f"has {size} bytes, not a multiple of {dtype.itemsize}")
         shards.append(TokenFile(path, dtype, size // dtype.itemsize))
+    loss = [TokenFile(f.path.with_suffix(".loss.bin"), LOSS, -(-len(f) // 8)) for f in shards]
     labelled = [(source, name) for source, names in files.items() for name in names]
     first_file = np.cumsum([0, *(len(names) for names in files.values())])
     columns = _read_index(folder / "index.npz", shards, n_files=len(labelled))
@@ -212,6 +264,7 @@ def open_split(
         bounds=tuple(np.searchsorted(columns["origin"], first_file).tolist()),
         vocab_size=vocab_size,
         has_eos=has_eos,
+        loss=loss if has_loss else None,
     )
 
 

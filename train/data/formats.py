@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from train.config import ConfigError
+from train.config import TEXT, ConfigError
+from train.data.chat import FIELDS, OPTIONAL, other_formats, record_text
 from train.extras import installed, remedy
 
 WHOLE_FILE = 0  # the row number of a text that is a whole file
@@ -28,10 +29,11 @@ PARQUET = {  # streams the file; the defaults hold a whole column of a row group
 
 
 class Keys(NamedTuple):
-    """The config keys that appear in errors: for the file's path, and for its text field."""
+    """The config keys that appear in errors: for the file's path, its text field and its format."""
 
     path: str
     text_field: str
+    format: str = "data.format"
 
 
 class Text(NamedTuple):
@@ -43,20 +45,30 @@ class Text(NamedTuple):
 
 
 def read_texts(
-    path: Path, text_field: str, keys: Keys, at: Callable[[int], None] = lambda n_bytes: None
+    path: Path,
+    text_field: str,
+    keys: Keys,
+    at: Callable[[int], None] = lambda n_bytes: None,
+    data_format: str = TEXT,
 ) -> Iterator[Text]:
     """Yield the texts of a file with a line or a few rows in memory at a time.
 
-    Calls ``at`` with the number of bytes read so far. Raises ``UnicodeDecodeError`` if a whole file
-    is not UTF-8. Any other content that cannot be used raises ``ConfigError``, which names the line
-    or the row, and the config ``keys``.
+    With a ``data_format`` of records the text is that of ``record_text``. Calls ``at`` with the
+    number of bytes read so far. Raises ``UnicodeDecodeError`` if a whole file is not UTF-8. Any
+    other content that cannot be used raises ``ConfigError``, which names the line or the row, and
+    the config ``keys``.
     """
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        texts = _lines(path, text_field, keys, at)
+        texts = _lines(path, text_field, keys, at, data_format)
     elif path.suffix == ".parquet":
-        texts = _rows(path, text_field, keys, at)
-    else:
+        texts = _rows(path, text_field, keys, at, data_format)
+    elif data_format == TEXT:
         texts = _whole(path, keys)
+    else:
+        raise ConfigError(
+            f"{keys.format}={data_format} reads .jsonl, .jsonl.gz and .parquet, and not {path}; "
+            f"choose the files with data.pattern, for example data.pattern='**/*.jsonl'"
+        )
     for row, text in texts:
         if text:
             position = f"{path}:{row}" if row else str(path)
@@ -92,7 +104,7 @@ def _whole(path: Path, keys: Keys) -> Iterator[tuple[int, str]]:
 
 
 def _lines(
-    path: Path, text_field: str, keys: Keys, at: Callable[[int], None]
+    path: Path, text_field: str, keys: Keys, at: Callable[[int], None], data_format: str
 ) -> Iterator[tuple[int, str]]:
     row = 0
     with _readable(lambda: f"{path}:{row + 1}", keys), path.open("rb") as raw:
@@ -100,29 +112,32 @@ def _lines(
         for row, line in enumerate(lines, start=1):
             if row % LINES_PER_REPORT == 0:
                 at(raw.tell())
-            yield row, _json_text(line, text_field, keys, f"{path}:{row}")
+            if line.strip():
+                yield row, _json_text(line, text_field, keys, f"{path}:{row}", data_format)
 
 
-def _json_text(line: bytes, text_field: str, keys: Keys, position: str) -> str:
+def _json_text(line: bytes, text_field: str, keys: Keys, position: str, data_format: str) -> str:
     try:
-        decoded = line.decode("utf-8")
-        record: Any = json.loads(decoded) if decoded.strip() else {text_field: ""}
+        record: Any = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{keys.path}: {position} is not UTF-8: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{keys.path}: {position} is not JSON: {error}") from None
+    if data_format != TEXT:
+        return record_text(record, data_format, keys.format, position)
     if not isinstance(record, dict) or not isinstance(record.get(text_field, 0), str | None):
         found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise ConfigError(
             f"{keys.text_field}={text_field}: {position} has no such string field; it has: {found}"
+            f"{other_formats(keys.format, record)}"
         )
     return record[text_field] or ""
 
 
 def _rows(
-    path: Path, text_field: str, keys: Keys, at: Callable[[int], None]
+    path: Path, text_field: str, keys: Keys, at: Callable[[int], None], data_format: str
 ) -> Iterator[tuple[int, str]]:
-    """The rows of one column, row group by row group, a few rows in memory at a time."""
+    """The rows of some columns, row group by row group, a few rows in memory at a time."""
     import pyarrow
     from pyarrow import parquet
 
@@ -133,13 +148,23 @@ def _rows(
 
     try:
         with _readable(position, keys), parquet.ParquetFile(path, **PARQUET) as file:
-            _require_string_column(file.schema_arrow, text_field, keys, path)
+            columns = [text_field]
+            if data_format == TEXT:
+                _require_string_column(file.schema_arrow, text_field, keys, path)
+            else:
+                names = {*file.schema_arrow.names}
+                columns = [n for n in (*FIELDS[data_format], *OPTIONAL) if n in names]
+                if not {*FIELDS[data_format]} <= names:  # its error names all of them
+                    record_text(dict.fromkeys(names), data_format, keys.format, str(path))
             for group in range(file.num_row_groups):
-                for batch in file.iter_batches(ROWS_AT_A_TIME, [group], columns=[text_field]):
-                    for value in batch.column(0):
-                        text = value.as_py()
+                for batch in file.iter_batches(ROWS_AT_A_TIME, [group], columns=columns):
+                    for value in batch.to_struct_array():
+                        record, where = value.as_py(), position()
                         row += 1
-                        yield row, text or ""
+                        if data_format == TEXT:
+                            yield row, record[text_field] or ""
+                        else:
+                            yield row, record_text(record, data_format, keys.format, where)
                     at(size * row // max(1, file.metadata.num_rows))
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(f"{keys.path}: {position()} cannot be read: {error}") from None
@@ -156,4 +181,5 @@ def _require_string_column(schema: Any, text_field: str, keys: Keys, path: Path)
         found = ", ".join(f"{field.name} ({field.type})" for field in schema)
         raise ConfigError(
             f"{keys.text_field}={text_field}: {path} has no such string column; it has: {found}"
+            f"{other_formats(keys.format, schema.names)}"
         )

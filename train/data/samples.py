@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.documents import Documents
-
-IGNORED = -100  # label of a token without a next token
+from train.data.documents import IGNORED, Documents
 
 
 class DocumentSlice(NamedTuple):
@@ -36,8 +34,8 @@ class Sample:
     """Packed slices. ``cu_seqlens`` (slices + 1) bounds attention and positions.
 
     ``tokens`` (t,) int64. ``labels`` (t,) int64: the next token of the document, even if it lies
-    beyond the slice; ``IGNORED`` at the end of the document. ``n_bytes`` are the UTF-8 bytes of the
-    labels, if every token of a document except BOS has the same number of bytes.
+    beyond the slice; ``IGNORED`` at the end of the document, and where the next token has no loss.
+    ``n_bytes`` are the UTF-8 bytes of the labels, if every label of a document has the same number.
     """
 
     tokens: NDArray[np.int64]
@@ -52,19 +50,26 @@ def pack(documents: Documents, slices: list[DocumentSlice]) -> Sample:
     for document, start, stop in slices:
         ids = documents.tokens(document, start, stop + 1)
         length = stop - start
-        tokens.append(ids[:length])
-        labels.append(ids[1:])
-        if len(ids) == length:
-            labels.append(np.array([IGNORED]))
-        cu_seqlens.append(cu_seqlens[-1] + length)
+        following = np.full(length, IGNORED)
+        following[: len(ids) - 1] = ids[1:]
         predicted, of_document = len(ids) - 1, int(documents.lengths[document]) - 1
+        if documents.loss is not None:
+            loss = documents.loss_mask(document)
+            following[: len(ids) - 1][~loss[start + 1 : stop + 1]] = IGNORED
+            predicted, of_document = int((following != IGNORED).sum()), int(loss[1:].sum())
+        tokens.append(ids[:length])
+        labels.append(following)
+        cu_seqlens.append(cu_seqlens[-1] + length)
         n_bytes += int(documents.n_bytes[document]) * predicted / max(1, of_document)
     return Sample(np.concatenate(tokens), np.concatenate(labels), cu_seqlens, round(n_bytes))
 
 
-def join(sample: Sample) -> Sample:
-    """The sample as one document: each token but the last predicts the next one of the sample."""
-    labels = np.append(sample.tokens[1:], sample.labels[-1:])
+def join(sample: Sample, masked: bool) -> Sample:
+    """The sample as one document: each token but the last predicts the next one of the sample.
+
+    If documents are ``masked``, the labels stay: no end of a document predicts the next document.
+    """
+    labels = sample.labels if masked else np.append(sample.tokens[1:], sample.labels[-1:])
     return Sample(sample.tokens, labels, [0, len(sample.tokens)], sample.n_bytes)
 
 
@@ -102,7 +107,7 @@ class TrainingSamples:
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index`` >= 0 of the stream."""
         sample = pack(self.documents, self.slices(index))
-        return sample if self.document_mask else join(sample)
+        return sample if self.document_mask else join(sample, self.documents.loss is not None)
 
     def slices(self, index: int) -> list[DocumentSlice]:
         """The slices of sample ``index``; their lengths sum to ``seq_len``."""

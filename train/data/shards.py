@@ -5,6 +5,7 @@ without ``.tmp`` is complete. Its name is a hash of the files and of every confi
 a token. ``load_corpus`` checks the files against the manifest and the indices against the files.
 
     <key>/manifest.json  tokenizer.json  files.json  {train,held_out}/...  (see documents.py)
+          chat_template.jinja of conversations
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from train.config import NO_EOS, ConfigError, DataConfig
+from train.config import NO_EOS, TEXT, ConfigError, DataConfig
 from train.data import corpus
+from train.data.chat import TEMPLATE, read_template
 from train.data.documents import DocumentError, Documents, SplitWriter, open_split
-from train.data.encoder import DocumentEncoder, trained_eos
+from train.data.encoder import DocumentEncoder, Encoded, trained_eos
 from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
 from train.data.splits import HELD_OUT, SPLITS, TRAIN, Splitter
 from train.data.tokenizer import (
@@ -64,14 +66,18 @@ class Placed(NamedTuple):
 class Corpus:
     """A tokenised corpus. ``digest`` identifies its contents on any host.
 
-    Training leaves out ``copies`` documents, whose texts are in ``data.validation_path``.
+    Training leaves out ``copies`` documents, whose texts are in ``data.validation_path``. No split
+    has the ``without_loss``, in which the assistant writes nothing. ``chat_template`` is that of
+    conversations.
     """
 
     train: Documents
     held_out: Documents
     tokenizer: Tokenizer
     digest: str
-    copies: int
+    copies: int = 0
+    without_loss: int = 0
+    chat_template: str | None = None
 
 
 def open_corpus(data: DataConfig) -> Corpus:
@@ -95,6 +101,8 @@ def open_corpus(data: DataConfig) -> Corpus:
             print(line, flush=True)
         if opened.copies:
             print(f"{opened.copies:,} documents are left out: data.validation_path has their text")
+        if opened.without_loss:
+            print(f"{opened.without_loss:,} documents are left out: no token of theirs has loss")
     return opened
 
 
@@ -132,6 +140,8 @@ def _unusual_lengths(data: DataConfig, opened: Corpus) -> list[str]:
     low, high = USUAL_BYTES_PER_TOKEN
     sizes: dict[str, NDArray[np.int64]] = {}
     for split in (opened.train, opened.held_out):
+        if split.loss is not None:
+            continue  # these are the bytes of some of the tokens
         slices = map(slice, split.bounds, split.bounds[1:])
         for name, own in zip(split.sources, slices, strict=True):
             given = f"data.sources.{name}" if name else f"data.path={data.path}"
@@ -173,6 +183,8 @@ def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
         settings.append({"eos": data.eos_token})
     if data.special_tokens != SPECIAL_AS_TEXT:
         settings.append({"special_tokens": data.special_tokens})
+    if any(file.source.format != TEXT for file in files):
+        settings.append({"chat_template": read_template(data)})
     if ignored := ignored_settings(tokenizer):  # earlier versions obeyed them, under another key
         settings.append({"ignored": ignored})
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
@@ -210,11 +222,16 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
         names = files.get(split, files[TRAIN])
         of_split = {source: weights.get(source, 1.0) for source in names}
         where = (folder / split, sizes, metadata["dtype"], vocabulary_size(tokenizer))
-        splits.append(open_split(*where, names, of_split, has_eos="eos" in metadata))
+        has = {
+            "has_eos": "eos" in metadata,
+            "has_loss": f"{split}/00000.loss.bin" in manifest.files,
+        }
+        splits.append(open_split(*where, names, of_split, **has))
     content = json.dumps({name: asdict(entry) for name, entry in manifest.files.items()})
     digest = hashlib.sha256(content.encode()).hexdigest()[:20]
-    copies = metadata.get("copies", 0)
-    return Corpus(*splits, tokenizer=tokenizer, digest=digest, copies=copies)
+    counts = {name: metadata.get(name, 0) for name in ("copies", "without_loss")}
+    template = (folder / TEMPLATE).read_text("utf-8") if TEMPLATE in manifest.files else None
+    return Corpus(*splits, tokenizer, digest, **counts, chat_template=template)
 
 
 def _lock_and_build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None:
@@ -294,7 +311,8 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
         splitter = Splitter(data)
-        _write_splits(documents(splitter), folder, encoder, dtype)
+        with_loss = any(file.source.format != TEXT for file in files)
+        _write_splits(documents(splitter), folder, encoder, dtype, splitter, with_loss)
         splitter.require_documents()
     for path in sorted(unreadable):
         console.print(f"left out, not UTF-8: {path}", soft_wrap=True)
@@ -306,31 +324,47 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
     metadata: dict[str, Any] = {"format": FORMAT, "dtype": dtype.name}
     if encoder.eos is not None:
         metadata["eos"] = encoder.eos
-    if splitter.copies:
-        metadata["copies"] = splitter.copies
+    for name in ("copies", "without_loss"):
+        if count := getattr(splitter, name):
+            metadata[name] = count
+    template = read_template(data)
+    if with_loss and template is not None:
+        (folder / TEMPLATE).write_text(template, encoding="utf-8")
     write_manifest(folder, metadata)
 
 
 def _write_splits(
-    documents: Iterator[Placed], folder: Path, encoder: DocumentEncoder, dtype: np.dtype[Any]
+    documents: Iterator[Placed],
+    folder: Path,
+    encoder: DocumentEncoder,
+    dtype: np.dtype[Any],
+    splitter: Splitter,
+    with_loss: bool,
 ) -> None:
-    writers = {split: SplitWriter(folder / split, dtype) for split in SPLITS}
+    writers = {split: SplitWriter(folder / split, dtype, with_loss=with_loss) for split in SPLITS}
     while batch := list(islice(documents, BATCH_DOCUMENTS)):
         encoded = _encode(encoder, [placed.document for placed in batch])
-        for (document, origin, split, hashed), ids in zip(batch, encoded, strict=True):
-            writers[split].add(ids, document.n_bytes, origin, document.row, hashed)
+        for (document, origin, split, hashed), (ids, loss, n_bytes) in zip(
+            batch, encoded, strict=True
+        ):
+            if loss is None or loss.any():
+                writers[split].add(ids, n_bytes, origin, document.row, hashed, loss)
+            else:
+                splitter.leave_out(document)
     for writer in writers.values():
         writer.close()
 
 
-def _encode(encoder: DocumentEncoder, batch: list[corpus.Document]) -> list[list[int]]:
-    """Tokens of each document; ``DocumentError`` names a document that cannot be tokenised."""
+def _encode(encoder: DocumentEncoder, batch: list[corpus.Document]) -> list[Encoded]:
+    """Each document; ``DocumentError`` names a document that cannot be tokenised."""
     try:
-        return encoder.documents([document.text for document in batch])
+        return encoder.documents(batch)
+    except ConfigError:
+        raise
     except Exception:  # the library raises no specific type, and does not name the text
         for document in batch:
             try:
-                encoder.documents([document.text])
+                encoder.documents([document])
             except Exception as error:
                 name = corpus.document_name(document.file.label, document.row)
                 raise DocumentError(name, f"cannot be tokenised: {error}") from error

@@ -15,11 +15,12 @@ TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
 class Splitter:
     """Assigns documents to splits; those of ``data.validation_path`` must come first.
 
-    ``copies`` counts the other documents whose text occurs there: they are in no split.
+    ``copies`` counts the other documents whose text occurs there, ``without_loss`` those that were
+    left out: they are in no split.
     """
 
     def __init__(self, data: DataConfig) -> None:
-        self.data, self.copies = data, 0
+        self.data, self.copies, self.without_loss = data, 0, 0
         self._validation: set[int] = set()
         self._counts = {(s.name, split): 0 for s in sources_of(data) for split in SPLITS}
 
@@ -35,6 +36,16 @@ class Splitter:
         split = SPLITS[is_held_out(hashed, self.data.held_out)]
         self._counts[document.file.source.name, split] += 1
         return split, hashed
+
+    def leave_out(self, document: Document) -> None:
+        """Take a document without a token to learn out of its split again."""
+        self.without_loss += 1
+        hashed = document.hash(self.data.held_out_salt)
+        if document.file.source.validation:
+            self._validation.discard(hashed)
+        else:
+            split = SPLITS[is_held_out(hashed, self.data.held_out)]
+            self._counts[document.file.source.name, split] -= 1
 
     def require_documents(self) -> None:
         """Raise ``ConfigError`` for an empty split of a source, or an empty validation set."""

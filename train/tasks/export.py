@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -85,6 +86,8 @@ def export(config: Config, folder: RunFolder, checkpoint: Path) -> Path:
         dtype = getattr(torch, config.export.dtype)
         save_weights(temporary, wanted, read, dtype, config.export.shard_bytes)
         _write_settings(temporary, config, rows, tokenizer)
+        if folder.chat_template.is_file():  # transformers prefers it to the origin's others
+            shutil.copyfile(folder.chat_template, temporary / folder.chat_template.name)
         temporary.rename(target)
     except (OSError, SafetensorError) as error:
         raise unusable("export.dir", target, "written", error) from None

@@ -98,6 +98,8 @@ class Trainer:
         if self.parallel.rank == 0:
             write_atomically(self.folder.config, config_json + "\n")
             write_atomically(self.folder.tokenizer, self.corpus.tokenizer.to_str(pretty=True))
+            if self.corpus.chat_template is not None:
+                write_atomically(self.folder.chat_template, self.corpus.chat_template)
             wandb = None
             if self.config.log.wandb:
                 wandb = WandbRun(self.config, self.folder, self.print_line)

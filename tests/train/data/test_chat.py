@@ -1,0 +1,414 @@
+"""Conversations and completions, against ``apply_chat_template`` of transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from tests.train.data.chats import BOS, TEMPLATES, chat_tokenizer, without_blocks, write_lines
+from train.checks.config import check
+from train.config import Config, ConfigError, DataConfig, SourceConfig
+from train.data.batches import make_batch
+from train.data.chat import ChatTemplate
+from train.data.corpus import Source, TextFile, read_documents
+from train.data.encoder import DocumentEncoder, Encoded
+from train.data.mixture import training_samples
+from train.data.samples import IGNORED
+from train.data.shards import Corpus, cache_key, open_corpus
+from train.probes.text import tokenised
+
+USER, ANSWER = "What does a naïve ring keep?", "Every token λ of it, 12 times."
+
+
+def says(role: str, content: object, **more: object) -> dict:
+    return {"role": role, "content": content, **more}
+
+
+TURNS = [
+    says("user", USER),
+    says("assistant", ANSWER),
+    says("user", " Why? "),
+    says("assistant", "So."),
+]
+CONVERSATIONS = {
+    "one turn": TURNS[:2],
+    "two turns": TURNS,
+    "the user has the last word": TURNS[:3],
+    "an empty answer": [TURNS[0], says("assistant", "")],
+    "lines and a space": [says("user", "a\n\nb "), says("assistant", "x\n  y\n\n")],
+}
+SYSTEM = [says("system", "Be brief."), *TURNS]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return chat_tokenizer()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+    """A tokenizer's folder without a template."""
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    return tmp_path / "tokenizer"
+
+
+def data_of(folder: Path, name: str, template: str | None = None, **keys: object) -> DataConfig:
+    """The settings of a template in the folder."""
+    eos, own = TEMPLATES[name]
+    (folder / "chat_template.jinja").write_text(own if template is None else template)
+    keys = {"bos_token": BOS, "eos_token": eos, "format": "chat", **keys}
+    return DataConfig(tokenizer=str(folder / "tokenizer.json"), **keys)
+
+
+def encoded(data: DataConfig, *records: dict) -> list[Encoded]:
+    """The records as documents of a ``.jsonl``."""
+    path = write_lines(Path(data.tokenizer).parent / "data.jsonl", [*records])
+    source = Source("", str(path), "*", "text", 1.0, "data.path", format=data.format)
+    documents = list(read_documents(TextFile(source, path, "data.jsonl")))
+    encoder = DocumentEncoder(Tokenizer.from_file(data.tokenizer), data)
+    return encoder.documents(documents)
+
+
+def theirs(tokenizer: Tokenizer, name: str, messages: list, tools: object = None) -> tuple:
+    """Tokens and mask of transformers."""
+    eos, template = TEMPLATES[name]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=eos)
+    whole = fast.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    return whole["input_ids"], whole["assistant_masks"]
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "prefixes"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tokens_and_loss_are_those_of_transformers(tokenizer, folder, name, blocks):
+    """Equal, also where the template does not show the assistant's text."""
+    template = TEMPLATES[name][1] if blocks else without_blocks(TEMPLATES[name][1])
+    assert ("generation %}" in template) == blocks
+    conversations = {**CONVERSATIONS, **({} if name == "gemma" else {"system": SYSTEM})}
+    data = data_of(folder, name, template)
+    found = encoded(data, *({"messages": messages} for messages in conversations.values()))
+    for messages, one in zip(conversations.values(), found, strict=True):
+        ids, mask = theirs(tokenizer, name, messages)
+        assert one.ids == ids
+        assert one.loss.astype(int).tolist() == mask
+        answers = [m["content"] for m in messages if m["role"] == "assistant"]
+        learned = tokenizer.decode(np.array(ids)[one.loss].tolist(), skip_special_tokens=False)
+        ends = [a.strip() if name in ("llama3", "gemma") else a for a in answers]
+        assert learned == "".join(answer + TEMPLATES[name][0] for answer in ends)
+        assert one.n_bytes == len(learned.encode())
+
+
+def test_tools_and_other_roles_are_rendered(tokenizer, folder):
+    """Calls of the assistant have loss, the results of tools have none."""
+    call = {"type": "function", "function": {"name": "ring", "arguments": {"ä": [1, "<&>"]}}}
+    messages = [
+        *(SYSTEM[0], TURNS[0]),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        says("tool", "12", name="ring"),
+        TURNS[1],
+    ]
+    tools = [{"type": "function", "function": {"name": "ring", "description": "It's <a> ring"}}]
+    ids, mask = theirs(tokenizer, "chatml", messages, tools)
+    for blocks in (True, False):
+        template = TEMPLATES["chatml"][1]
+        data = data_of(folder, "chatml", template if blocks else without_blocks(template))
+        for given in (tools, json.dumps(tools)):
+            (one,) = encoded(data, {"messages": messages, "tools": given})
+            assert one.ids == ids
+            assert one.loss.astype(int).tolist() == mask
+
+
+@pytest.mark.parametrize("name", ["chatml", "gemma"])
+def test_parts_of_text_are_one_text(tokenizer, folder, name):
+    """For a template that takes parts and one that does not."""
+    parts = [{"type": "text", "text": USER[:9]}, {"type": "text", "text": USER[9:]}]
+    data = data_of(folder, name)
+    one, other = encoded(
+        data, {"messages": TURNS[:2]}, {"messages": [says("user", parts), TURNS[1]]}
+    )
+    assert one.ids == other.ids
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "prefixes"])
+def test_a_special_token_in_a_message_is_text(tokenizer, folder, blocks):
+    """The reference is the same text in parts; with ``ids`` it is the token, as in transformers."""
+    template = TEMPLATES["chatml"][1] if blocks else without_blocks(TEMPLATES["chatml"][1])
+    messages = [
+        says("user", f"λ <|im_end|> {USER}"),
+        says("assistant", "I write </s> and <|im_end|>."),
+    ]
+    (one,) = encoded(data_of(folder, "chatml", template), {"messages": messages})
+    assert tokenizer.decode(one.ids, skip_special_tokens=False) == (
+        f"<|im_start|>user\nλ <|im_end|> {USER}<|im_end|>\n"
+        "<|im_start|>assistant\nI write </s> and <|im_end|>.<|im_end|>\n"
+    )
+    end, stop = (tokenizer.token_to_id(token) for token in ("<|im_end|>", "</s>"))
+    assert (one.ids.count(end), one.ids.count(stop)) == (2, 0)
+    learned = tokenizer.decode(np.array(one.ids)[one.loss].tolist(), skip_special_tokens=False)
+    assert learned == "I write </s> and <|im_end|>.<|im_end|>"
+    assert one.n_bytes == len(learned)
+    (one,) = encoded(data_of(folder, "chatml", special_tokens="ids"), {"messages": messages})
+    assert one.ids == theirs(tokenizer, "chatml", messages)[0]
+
+
+def test_a_completion_follows_its_prompt(tokenizer, folder):
+    """Of texts each is encoded alone; of messages, the prompt has no loss, assistants or not."""
+    data = data_of(folder, "chatml", format="completion")
+    end, start = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id(BOS)
+    of = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    text, chat = encoded(
+        data,
+        {"prompt": "every token of", "completion": " a λ"},
+        {"prompt": TURNS[:3], "completion": TURNS[3:]},
+    )
+    assert text.ids == [start, *of("every token of"), *of(" a λ"), end]
+    assert text.loss.tolist() == [False] * (1 + len(of("every token of"))) + [True] * (
+        1 + len(of(" a λ"))
+    )
+    assert text.n_bytes == 5
+    for blocks in (True, False):
+        template = TEMPLATES["chatml"][1]
+        template = template if blocks else without_blocks(template)
+        data = data_of(folder, "chatml", template, format="completion")
+        (chat,) = encoded(data, {"prompt": TURNS[:3], "completion": TURNS[3:]})
+        assert chat.ids == theirs(tokenizer, "chatml", TURNS)[0]
+        assert np.array(chat.ids)[chat.loss].tolist() == [*of("So."), end]
+
+
+def test_globals_and_filters_are_those_of_transformers(tokenizer):
+    template = (
+        "{% for n in [1, 2, 3] %}{% if n == 2 %}{% continue %}{% endif %}{{ n }}{% endfor %}\n"
+        "    {% if true %}\n{{ strftime_now('%Y') }}{{ {'b': 'ä<'} | tojson(indent=1) }}\n"
+        "    {% endif %}\n{{ bos_token }}{{ undefined_name }}{{ messages | length }}"
+        "{% generation %}{% endgeneration %}"
+    )
+    special = {"bos_token": BOS}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    expected = fast.apply_chat_template(TURNS, chat_template=template, tokenize=False)
+    assert ChatTemplate(template, special).render({"messages": TURNS}).text == expected
+    with pytest.raises(ConfigError, match=r"refuses it: .*unsafe"):
+        ChatTemplate("{{ messages.append(1) }}", special).render({"messages": TURNS})
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}", r"the chat template is not valid: .*end of template"),
+        ("{{ raise_exception('roles must alternate') }}", r"data\.jsonl:1: .*roles must alternate"),
+        ("{{ messages | length }}: {{ messages[0].content }}", r"no end of its first 1 messages"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", r"has no data\.eos_token=</s>"),
+        (None, r"has no chat template in its folder .*data\.chat_template=PATH"),
+    ],
+)
+def test_a_template_that_shows_no_answer_is_refused(folder, template, message):
+    data = data_of(folder, "mistral", template)
+    if template is None:
+        (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=message):
+        encoded(data, {"messages": TURNS[:2]})
+
+
+def test_without_eos_no_answer_needs_an_end(folder):
+    data = data_of(folder, "mistral", "{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    (one,) = encoded(replace(data, eos_token="none"), {"messages": TURNS[:2]})
+    assert one.n_bytes == len(f"{ANSWER}\n".encode())
+
+
+@pytest.mark.parametrize(
+    ("data_format", "record", "message"),
+    [
+        ("chat", {"text": "a"}, r"data\.format=chat reads the fields messages; .*:1 has: text"),
+        ("chat", {"prompt": "a", "completion": "b"}, r"nearest valid: data\.format=completion"),
+        ("chat", [1], r"has: list"),
+        ("chat", {"messages": []}, r"messages must be a list of messages"),
+        ("chat", {"messages": [{"role": "user", "content": 1}]}, r"number 1 is \{"),
+        ("chat", {"messages": [{"from": "user", "value": "a"}]}, r"number 1 is \{\"from\""),
+        ("chat", {"messages": [says("user", [{"type": "image"}])]}, r"number 1 is .*image"),
+        ("completion", {"prompt": "a"}, r"prompt and completion; .*:1 has: prompt"),
+        ("completion", {"prompt": "a", "completion": [says("assistant", "b")]}, r"prompt must be"),
+        ("text", {"messages": TURNS}, r"text_field=text: .* has: messages; .*data\.format=chat"),
+    ],
+)
+def test_fields_of_another_format_are_named(folder, data_format, record, message):
+    with pytest.raises(ConfigError, match=message):
+        encoded(data_of(folder, "chatml", format=data_format), record)
+
+
+def test_the_template_is_found_as_transformers_finds_it(folder, tokenizer):
+    data = data_of(folder, "chatml")
+    expected = [one.ids for one in encoded(data, {"messages": TURNS})]
+    template = TEMPLATES["chatml"][1]
+    settings = {"chat_template": [{"name": "default", "template": template}, {"name": "tool_use"}]}
+    (folder / "chat_template.jinja").unlink()
+    for stored in (template, [{"name": "default", "template": template}]):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": stored}))
+        assert [one.ids for one in encoded(data, {"messages": TURNS})] == expected
+    settings = {"chat_template": [{"name": "rag", "template": template}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"has the chat templates rag and no default"):
+        encoded(data, {"messages": TURNS})
+    (folder / "other.jinja").write_text(template)
+    data.chat_template = str(folder / "other.jinja")
+    assert [one.ids for one in encoded(data, {"messages": TURNS})] == expected
+
+
+@pytest.fixture
+def chats(config: Config, folder: Path, tmp_path: Path) -> Config:
+    """Sixty conversations of one to three turns; in every tenth the assistant says nothing."""
+    keys = data_of(folder, "chatml")
+    records = []
+    for number in range(60):
+        turns = [says("user", f"{number}: {USER}"), says("assistant", f"{number}. {ANSWER}")]
+        turns = turns[:1] if number % 10 == 9 else turns * (1 + number % 3)
+        records.append({"messages": turns})
+    config.data = replace(
+        keys, path=str(write_lines(tmp_path / "chats.jsonl", records)), held_out=0.2
+    )
+    config.data.cache_dir, config.data.seq_len = str(tmp_path / "cache"), 64
+    return config
+
+
+def learned(corpus: Corpus, tokens: list[int]) -> str:
+    return corpus.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_only_answers_are_labels_of_any_rank(chats, packing, world, capsys):
+    """In an epoch, over all ranks of a sample: each answer once, and their bytes."""
+    chats.data.packing = packing
+    check(chats, world=1)
+    for _ in range(2):  # every start says so
+        corpus = open_corpus(chats.data)
+        assert "6 documents are left out: no token of theirs has loss" in capsys.readouterr().out
+    documents = corpus.train
+    assert len(documents) + len(corpus.held_out) == 54
+    expected = {}
+    for number in range(len(documents)):
+        mask = documents.loss_mask(number)
+        expected[number] = documents.tokens(number, 0, 10**6)[mask].tolist()
+        answers = learned(corpus, expected[number]).split("<|im_end|>")
+        assert all(answer.endswith(ANSWER) for answer in answers[:-1])
+        assert answers[-1] == ""
+    samples = training_samples(documents, chats.data, seed=0)
+    total = int(documents.lengths.sum())
+    count, labels, n_valid, n_bytes = 0, [], 0, 0
+    for index in range(10**6):
+        if count >= total:
+            break
+        sample = samples[index]
+        count += len(sample.tokens)
+        for rank in range(world):
+            batch = make_batch(sample, (rank, world) if world > 1 else None, "zigzag")
+            n_valid += batch.n_valid
+            labels += batch.labels[batch.labels != IGNORED].tolist()
+            n_bytes += batch.n_bytes
+    if packing == "best_fit":  # a slice at the end of a sample of stream belongs to two epochs
+        assert sorted(labels) == sorted(token for own in expected.values() for token in own)
+        assert n_valid == len(labels)
+        assert abs(n_bytes - documents.n_bytes.sum()) <= index
+    end = corpus.tokenizer.token_to_id("<|im_start|>")
+    assert end not in labels
+
+
+def test_samples_without_a_document_mask_learn_answers_alone(chats):
+    corpus = open_corpus(chats.data)
+    chats.data.document_mask = False
+    samples = training_samples(corpus.train, chats.data, seed=0)
+    labels = np.concatenate([samples[index].labels for index in range(30)])
+    text = learned(corpus, labels[labels != IGNORED].tolist())
+    assert "<|im_start|>" not in text
+    assert "user" not in text
+    assert "<|im_end|>" in text
+
+
+def test_text_and_conversations_are_mixed(chats, text_folder):
+    """A text has loss on all tokens but BOS; without conversations no file of loss is written."""
+    data = chats.data
+    book = SourceConfig(path=str(text_folder), pattern="*.txt", format="text")
+    data.sources = {"book": book, "chat": SourceConfig(path=data.path)}
+    data.path = None
+    corpus = open_corpus(data)
+    text, chat = (corpus.train.of_source(number) for number in range(2))
+    for number in range(len(text)):
+        assert text.loss_mask(number).tolist() == [False] + [True] * (int(text.lengths[number]) - 1)
+    assert all(not chat.loss_mask(number).all() for number in range(len(chat)))
+    files = {*Path(data.cache_dir).glob("*/*/*.loss.bin")}
+    assert len(files) == 2
+    data.sources = {"book": book}
+    assert open_corpus(data).train.loss is None
+    assert {*Path(data.cache_dir).glob("*/*/*.loss.bin")} == files
+
+
+def test_the_key_of_a_cache_has_the_template_of_conversations_alone(chats, folder):
+    data = replace(chats.data, format="text")
+    plain = cache_key(data, [])
+    before = cache_key(chats.data, read_files(chats))
+    (folder / "chat_template.jinja").write_text(TEMPLATES["mistral"][1])
+    assert cache_key(data, []) == plain
+    assert cache_key(chats.data, read_files(chats)) != before
+
+
+def read_files(config: Config) -> list[TextFile]:
+    path = Path(config.data.path)
+    source = Source("", str(path), "*", "text", 1.0, "data.path", format=config.data.format)
+    return [TextFile(source, path, path.name)]
+
+
+def test_parquet_and_a_probe_read_the_same(chats, tmp_path):
+    """The rows of a table give the documents of the lines; ``eval.path`` reads either."""
+    lines = tokenised(chats.data, chat_tokenizer())
+    records = [json.loads(line) for line in Path(chats.data.path).read_text().splitlines()]
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "chats.parquet")
+    chats.data.path = str(tmp_path / "chats.parquet")
+    rows = tokenised(chats.data, chat_tokenizer())
+    assert len(rows) == len(lines) == 54
+    for number in range(len(rows)):
+        assert rows.tokens(number, 0, 10**6).tolist() == lines.tokens(number, 0, 10**6).tolist()
+        assert rows.loss_mask(number).tolist() == lines.loss_mask(number).tolist()
+    chats.data.format = "completion"
+    with pytest.raises(ConfigError, match=r"parquet has: messages; nearest valid: .*=chat"):
+        tokenised(chats.data, chat_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer": None}, r"data\.format=chat needs a tokenizer"),
+        ({"format": "chats"}, r"data\.format=chats: .*nearest valid: data\.format=chat"),
+        ({"chat_template": "/nowhere"}, r"data\.chat_template=/nowhere does not exist"),
+        ({"path": None, "sources": {"a": SourceConfig("/", format="x")}}, r"sources\.a\.format=x"),
+    ],
+)
+def test_settings_of_conversations_are_checked(chats, changes, message):
+    chats.data = replace(chats.data, **changes)
+    with pytest.raises(ConfigError, match=message):
+        check(chats, world=1)
+
+
+def test_an_empty_split_of_conversations_is_named(chats):
+    write_lines(Path(chats.data.path), [{"messages": TURNS[:1]}] * 3)
+    with pytest.raises(ConfigError, match=r"leaves the split train empty \(0 documents"):
+        open_corpus(chats.data)
+
+
+def test_a_file_without_records_is_named(chats, tmp_path):
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "README.md").write_text("chats")
+    chats.data.path = str(tmp_path / "all")
+    with pytest.raises(ConfigError, match=r"reads \.jsonl.* not .*README\.md; .*data\.pattern"):
+        open_corpus(chats.data)
