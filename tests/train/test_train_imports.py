@@ -18,6 +18,7 @@ ORDER = [
     "config",
     "keys",
     "paths",
+    "text",
     "data",
     "model",
     "engine",

@@ -59,6 +59,7 @@ MINIMUM = {
     "data.vocab_size": 257,  # 256 bytes and the token that starts a document
     "data.seq_len": 2,
     "data.piece_len": 1,
+    "data.split_bytes": 4,  # a character
     "data.min_len": 1,
     "optim.embedding_lr_scale": 0,
     "optim.weight_decay": 0,

@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from train.config import FORMATS, NO_EOS, SOURCES, TEXT, Config, ConfigError, DataConfig
+from train.config import FORMATS, NO_EOS, PLAIN, SOURCES, Config, ConfigError, DataConfig
 from train.keys import nearest
 from train.paths import expand
 
@@ -38,6 +38,8 @@ def check_data(data: DataConfig) -> None:
             "data.packing=best_fit keeps documents apart, which data.document_mask=false joins; "
             "nearest valid: data.packing=stream (or data.document_mask=true)"
         )
+    if "" in (data.split_on, *(source.split_on for source in data.sources.values())):
+        raise ConfigError("data.split_on is empty; give a separator, for example '\\n\\n', or null")
     ends_apart = data.eos_token not in (None, NO_EOS, data.bos_token)
     if data.tokenizer is None and ends_apart and data.vocab_size < 258:
         raise ConfigError(
@@ -48,7 +50,7 @@ def check_data(data: DataConfig) -> None:
     formats = {"data.format": data.format}
     formats |= {f"{SOURCES}.{name}.format": source.format for name, source in data.sources.items()}
     for key, value in formats.items():
-        if value not in (None, TEXT) and data.tokenizer is None:
+        if value not in (None, PLAIN) and data.tokenizer is None:
             raise ConfigError(
                 f"{key}={value} needs a tokenizer whose special tokens the chat template has; give "
                 f"data.tokenizer=PATH, for example that of checkpoint.init_from"
@@ -79,13 +81,16 @@ def _check_sources(data: DataConfig) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ConfigError(f"{key}: the name of a source has letters, digits, _ and - only")
         if source.format not in (None, *FORMATS):
-            match = nearest(source.format, FORMATS) or TEXT
+            match = nearest(source.format, FORMATS) or PLAIN
             raise ConfigError(
                 f"{key}.format={source.format}: allowed are {', '.join(FORMATS)}; nearest valid: "
                 f"{key}.format={match}"
             )
-        if source.min_len is not None and source.min_len < 1:
-            raise ConfigError(f"{key}.min_len={source.min_len}; nearest valid: {key}.min_len=1")
+        for name_of_key, least in (("min_len", 1), ("split_bytes", 4)):
+            value = getattr(source, name_of_key)
+            if value is not None and value < least:
+                own = f"{key}.{name_of_key}"
+                raise ConfigError(f"{own}={value}; nearest valid: {own}={least}")
         if not 0 < source.weight < math.inf:
             raise ConfigError(f"{key}.weight={source.weight} must be above 0 and finite")
     total = sum(source.weight for source in data.sources.values())

@@ -1,8 +1,8 @@
 """Text on disk -> named documents, split into training and held-out.
 
-A document is a text file, a line of a ``.jsonl`` or a row of a ``.parquet``. Its split depends only
-on a hash of its text and ``data.held_out_salt``, or on whether ``data.validation_path`` has it. A
-document therefore stays in its split when files are added, removed, renamed or sorted.
+A document is what ``train.text.formats`` reads. Its split depends only on a hash of its text and
+``data.held_out_salt``, or on whether ``data.validation_path`` has it. A document therefore stays in
+its split when files are added, removed, renamed or sorted.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import hashlib
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from train.config import SOURCES, TEXT, ConfigError, DataConfig
-from train.data.formats import WHOLE_FILE, Keys, read_texts, require_readers
+from train.config import PLAIN, SOURCES, ConfigError, DataConfig, SourceConfig
 from train.paths import expand
+from train.text.files import LeftOut, matching_files
+from train.text.formats import read_texts, require_readers
+from train.text.reading import CSV, INDEX, MEGATRON, TEXT, WHOLE_FILE, Reading, format_of
+from train.text.token_ids import IdDecoder, Ids, partner
 
 # The corpus excludes parts of the standard library that some installations lack: tests, and modules
 # that Linux distributions package separately. Every installation of one Python version then gives
@@ -37,29 +41,16 @@ HASHES = 2**63  # of texts: they fit into int64
 class Source:
     """A source of text: an entry of ``data.sources``, or a path (``name`` is empty).
 
-    ``path`` None is the standard library of the running Python. ``path_key`` is the config key of
-    the path, ``section`` the config section with ``pattern`` and ``text_field``. ``validation``
-    means ``data.validation_path``.
+    ``path`` None is the standard library of the running Python. ``reading`` says how its files are
+    read. ``validation`` means ``data.validation_path``.
     """
 
     name: str
     path: str | None
     pattern: str
-    text_field: str
     weight: float
-    path_key: str
+    reading: Reading
     validation: bool = False
-    format: str = TEXT
-
-    @property
-    def section(self) -> str:
-        """The config section with the keys that control how it is read."""
-        return f"{SOURCES}.{self.name}" if self.name else "data"
-
-    @property
-    def keys(self) -> Keys:
-        """The config keys that appear in errors about its files."""
-        return Keys(self.path_key, f"{self.section}.text_field", f"{self.section}.format")
 
 
 @dataclass(frozen=True)
@@ -80,18 +71,25 @@ class TextFile:
 class Document:
     """A text, its file and row (``WHOLE_FILE``, or from 1), and its length in UTF-8 bytes.
 
-    The text of a conversation or a completion is a JSON of its fields (``train.data.chat``).
+    ``ids`` are its tokens if the file has token ids. The text of a conversation or a completion is
+    the JSON of its fields (``train.text.chat``).
     """
 
     file: TextFile
     row: int
     text: str
     n_bytes: int
+    ids: Ids | None = None
 
     @property
     def name(self) -> str:
         """Its name within its source."""
         return document_name(self.file.name, self.row)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its tokens are those of its text, between BOS and EOS."""
+        return self.ids is None and self.file.source.reading.data_format == PLAIN
 
     def hash(self, salt: int) -> int:
         """``text_hash`` of its text."""
@@ -109,67 +107,90 @@ def sources_of(data: DataConfig, path_key: str = "data.path") -> list[Source]:
     ``path_key`` is the config key that errors name for ``data.path``.
     """
     if not data.sources:
-        own = (data.path, data.pattern, data.text_field, 1.0, path_key)
-        return [Source("", *own, format=data.format)]
+        return [Source("", data.path, data.pattern, 1.0, _reading(data, path_key))]
     return [
         Source(
             name=name,
             path=source.path,
             pattern=source.pattern or data.pattern,
-            text_field=source.text_field or data.text_field,
             weight=source.weight,
-            path_key=f"{SOURCES}.{name}.path",
-            format=source.format or data.format,
+            reading=_reading(data, f"{SOURCES}.{name}.path", source),
         )
         for name, source in sorted(data.sources.items())
     ]
 
 
-def find_files(data: DataConfig, path_key: str = "data.path") -> list[TextFile]:
+def _reading(data: DataConfig, path_key: str, source: SourceConfig | None = None) -> Reading:
+    own = source or data
+    return Reading(
+        text_field=own.text_field or data.text_field,
+        path_key=path_key,
+        split_on=data.split_on if own.split_on is None else own.split_on,
+        split_bytes=own.split_bytes or data.split_bytes,
+        data_format=own.format or data.format,
+    )
+
+
+def find_files(
+    data: DataConfig, path_key: str = "data.path", left_out: LeftOut | None = None
+) -> list[TextFile]:
     """The files of all sources, sorted by name within each source.
 
-    Raises ``ConfigError`` for a source without files, and for a format whose reader is not
-    installed.
+    ``left_out`` collects what is not read. Raises ``ConfigError`` for a source without files, and
+    for a format whose reader is not installed.
     """
-    files = [file for source in sources_of(data, path_key) for file in _files_of(source)]
+    return _found(sources_of(data, path_key), left_out or LeftOut())
+
+
+def all_files(data: DataConfig, left_out: LeftOut | None = None) -> list[TextFile]:
+    """The files of ``data.validation_path``, if it is given, and then those of ``find_files``."""
+    if data.validation_path is None:
+        return find_files(data, left_out=left_out)
+    reading = _reading(data, "data.validation_path")
+    validation = Source("", data.validation_path, data.pattern, 1.0, reading, validation=True)
+    return _found([validation, *sources_of(data)], left_out or LeftOut())
+
+
+def _found(sources: list[Source], left_out: LeftOut) -> list[TextFile]:
+    files = [file for source in sources for file in _files_of(source, left_out)]
     require_readers([file.path for file in files])
     return files
 
 
-def all_files(data: DataConfig) -> list[TextFile]:
-    """The files of ``data.validation_path``, if it is given, and then those of ``find_files``."""
-    if data.validation_path is None:
-        return find_files(data)
-    own = (data.validation_path, data.pattern, data.text_field, 1.0, "data.validation_path")
-    files = _files_of(Source("", *own, validation=True, format=data.format))
-    require_readers([file.path for file in files])
-    return [*files, *find_files(data)]
-
-
-def _files_of(source: Source) -> list[TextFile]:
+def _files_of(source: Source, left_out: LeftOut) -> list[TextFile]:
+    key = source.reading.path_key
     if source.path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        paths = [p for p in root.rglob("*.py") if _in_stdlib_corpus(p.relative_to(root))]
+        paths = (p for p in root.rglob("*.py") if _in_stdlib_corpus(p.relative_to(root)))
+        found = [(path.relative_to(root).as_posix(), path) for path in paths]
     else:
-        root = expand(source.path_key, source.path).absolute()
-        paths = [root] if root.is_file() else _matching(root, source)
-        root = root.parent if root.is_file() else root
-        paths = [p for p in paths if not _hidden(p.relative_to(root))]
-    if not paths:
-        raise ConfigError(
-            f"{source.path_key}={source.path} contains no file that matches {source.pattern}"
-        )
-    files = [TextFile(source, path, path.relative_to(root).as_posix()) for path in paths]
-    return sorted(files, key=lambda file: file.name)
+        root = expand(key, source.path).absolute()
+        found = [(root.name, root)] if root.is_file() else _matching(root, source, left_out)
+    files = []
+    for name, path in sorted(found):
+        content = format_of(name).content
+        text_ids = partner(path, ".bin")
+        if content == CSV:
+            left_out.add(key, "CSV is not text; convert it to .parquet or .jsonl", name)
+        elif content != INDEX or not text_ids.exists():
+            files.append(TextFile(source, path, name))
+        elif (name[:-4] + text_ids.suffix, text_ids) not in found:
+            left_out.add(key, "the .idx of a .bin, which data.pattern excludes; include it", name)
+    if not files:
+        no_file = "no file of text" if found else "no file"
+        problem = f"{key}={source.path} contains {no_file} that matches {source.pattern}"
+        raise ConfigError("; ".join([problem, *left_out.lines()]))
+    return files
 
 
-def _matching(root: Path, source: Source) -> list[Path]:
+def _matching(root: Path, source: Source, left_out: LeftOut) -> list[tuple[str, Path]]:
+    key = source.reading.path_key
     try:
-        return [path for path in root.glob(source.pattern) if path.is_file()]
-    except (NotImplementedError, ValueError) as error:  # an absolute or an empty pattern
+        return list(matching_files(root, source.pattern, partial(left_out.add, key)))
+    except ValueError as error:
         raise ConfigError(
-            f"{source.section}.pattern={source.pattern}: {error}; it is relative to "
-            f"{source.path_key}, for example **/*.txt"
+            f"{source.reading.section}.pattern={source.pattern}: {error}; it is relative to "
+            f"{key}, for example **/*.txt"
         ) from None
 
 
@@ -182,31 +203,43 @@ def _in_stdlib_corpus(path: Path) -> bool:
     )
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
 def fingerprint(files: list[TextFile]) -> str:
-    """A hash of the names, sizes and modification times of the files; does not read them."""
+    """A hash of the names, sizes and modification times of the files, and of how they are read."""
     digest = hashlib.sha256()
     for file in files:
-        stat = file.path.stat()
-        settings = f"{file.source.name}\0{file.source.text_field}\0{file.name}"
+        reading, form = file.source.reading, format_of(file.name)
+        settings = f"{file.source.name}\0{reading.text_field}\0{file.name}"
         settings += "\0validation" * file.source.validation
-        if file.source.format != TEXT:  # earlier versions had no other
-            settings += f"\0{file.source.format}"
-        digest.update(f"{settings}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(*ANY_NAME))
+        if reading.data_format != PLAIN:  # earlier versions had no other
+            settings += f"\0{reading.data_format}"
+        if file.name.endswith((".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")) or form == (TEXT, ""):
+            # What these names meant in every version gives the keys that caches have had since.
+            own: list[object] = []
+        else:
+            own = [*form]
+        if form.content == TEXT:
+            own += [part for part in (reading.split_on, reading.split_bytes) if part is not None]
+        if own:
+            settings += f"\0{own}"
+        index = partner(file.path, ".idx")
+        both = form.content == MEGATRON and index.exists()
+        for path in (file.path, index) if both else (file.path,):
+            stat = path.stat()
+            digest.update(f"{settings}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(*ANY_NAME))
     return digest.hexdigest()
 
 
 def read_documents(
-    file: TextFile, at: Callable[[int], None] = lambda n_bytes: None
+    file: TextFile,
+    at: Callable[[int], None] = lambda n_bytes: None,
+    decoder: IdDecoder | None = None,
 ) -> Iterator[Document]:
-    """The documents of one file. Raises what ``train.data.formats.read_texts`` raises."""
-    source = file.source
-    texts = read_texts(file.path, source.text_field, source.keys, at, source.format)
-    for row, text, n_bytes in texts:
-        yield Document(file, row, text, n_bytes)
+    """The documents of one file. Raises what ``train.text.formats.read_texts`` raises.
+
+    ``decoder`` reads token ids.
+    """
+    for text in read_texts(file.path, file.source.reading._replace(decoder=decoder), at):
+        yield Document(file, *text)
 
 
 def text_hash(text: str, salt: int) -> int:

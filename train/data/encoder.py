@@ -14,10 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from train.config import NO_EOS, TEXT, ConfigError, DataConfig
-from train.data.chat import HIDDEN, ChatTemplate, read_template
+from train.config import NO_EOS, ConfigError, DataConfig
 from train.data.corpus import Document, document_name
-from train.data.tokenizer import SPECIAL_AS_TEXT, bos_id, encode, encode_with_offsets, special_names
+from train.data.tokenizer import (
+    SPECIAL_AS_TEXT,
+    bos_id,
+    encode,
+    encode_with_offsets,
+    special_names,
+    vocabulary_size,
+)
+from train.text.chat import HIDDEN, ChatTemplate, read_template
+from train.text.token_ids import IdDecoder
 
 # What published tokenizers call the token that ends a document. The tokens that end a turn of a
 # chat (<|eot_id|>, <|im_end|>) are not among them.
@@ -41,6 +49,8 @@ class Encoded(NamedTuple):
 class DocumentEncoder:
     """Encodes documents as ``data`` says. ``eos`` is None if no token ends a document.
 
+    ``ids`` decodes documents that another program has encoded with this tokenizer.
+
     Raises ``ConfigError`` if the tokenizer lacks one of the tokens.
     """
 
@@ -50,6 +60,7 @@ class DocumentEncoder:
         self.eos_token = _eos_name(tokenizer, data)
         name = self.eos_token
         self.eos = None if name is None else int(tokenizer.token_to_id(name))
+        self.ids = IdDecoder(tokenizer, vocabulary_size(tokenizer), self.bos, self.eos)
 
     def texts(self, texts: list[str]) -> list[list[int]]:
         """The tokens of each text, without BOS and EOS."""
@@ -61,20 +72,25 @@ class DocumentEncoder:
         Raises ``ConfigError``, which names the document, for a conversation that its template does
         not render, or ends without ``data.eos_token``.
         """
-        plain = iter(self.texts([d.text for d in documents if d.file.source.format == TEXT]))
+        bodies = iter(self.texts([d.text for d in documents if d.is_text]))
         return [
-            Encoded([self.bos, *next(plain), *self._end], None, document.n_bytes)
-            if document.file.source.format == TEXT
-            else self._record(document)
+            self._text(next(bodies), document.n_bytes)
+            if document.is_text
+            else self._other(document)
             for document in documents
         ]
+
+    def _text(self, body: list[int], n_bytes: int) -> Encoded:
+        return Encoded([self.bos, *body, *self._end], None, n_bytes)
 
     @property
     def _end(self) -> list[int]:
         return [] if self.eos is None else [self.eos]
 
-    def _record(self, document: Document) -> Encoded:
-        """A conversation, or a prompt and its completion."""
+    def _other(self, document: Document) -> Encoded:
+        """Token ids, a conversation, or a prompt and its completion."""
+        if document.ids is not None:
+            return self._text(document.ids.tolist(), document.n_bytes)
         record = json.loads(document.text)
         if isinstance(record.get("prompt"), str):
             return self._completion(**record)

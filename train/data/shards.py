@@ -28,13 +28,12 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from train.config import NO_EOS, TEXT, ConfigError, DataConfig
+from train.config import NO_EOS, PLAIN, ConfigError, DataConfig
 from train.data import corpus
-from train.data.chat import TEMPLATE, read_template
 from train.data.documents import DocumentError, Documents, SplitWriter, open_split
 from train.data.encoder import DocumentEncoder, Encoded, trained_eos
 from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
-from train.data.splits import HELD_OUT, SPLITS, TRAIN, Splitter
+from train.data.splits import HELD_OUT, SPLITS, TRAIN, DocumentSplits, EmptySplitError
 from train.data.tokenizer import (
     LONGEST_PRE_TOKEN,
     SPECIAL_AS_TEXT,
@@ -44,16 +43,19 @@ from train.data.tokenizer import (
     vocabulary_size,
 )
 from train.paths import discard, expand, make_folder, require_removal, unusable
+from train.text.chat import TEMPLATE, read_template
+from train.text.files import LeftOut, NotReadError
+from train.text.token_ids import IdDecoder
 
 VALIDATION = "validation.json"  # the names of its files, as files.json has them by source
 FORMAT = 3  # version of the files in the folder; part of its name
 BATCH_DOCUMENTS = 64
-# Of byte-level tokenizers. Below: it does not know the language, and most bytes are tokens of their
-# own. Above: text is lost. Whole words of scripts with three bytes a letter are in between.
+# A byte-level tokenizer has fewer if it does not know the language: most bytes are tokens of their
+# own. A tokenizer has more if it drops text. Whole words with three bytes a letter are in between.
 USUAL_BYTES_PER_TOKEN = (1.5, 16.0)
 
 
-class Placed(NamedTuple):
+class AssignedDocument(NamedTuple):
     """A document, the number of its file in its split, the split, and the hash of its text."""
 
     document: corpus.Document
@@ -66,8 +68,8 @@ class Placed(NamedTuple):
 class Corpus:
     """A tokenised corpus. ``digest`` identifies its contents on any host.
 
-    Training leaves out ``copies`` documents, whose texts are in ``data.validation_path``. No split
-    has the ``without_loss``, in which the assistant writes nothing. ``chat_template`` is that of
+    Training leaves out ``copies`` documents, whose texts are in ``data.validation_path``.
+    ``left_out`` are the files and documents that are not read. ``chat_template`` is that of
     conversations.
     """
 
@@ -75,8 +77,8 @@ class Corpus:
     held_out: Documents
     tokenizer: Tokenizer
     digest: str
-    copies: int = 0
-    without_loss: int = 0
+    copies: int
+    left_out: LeftOut
     chat_template: str | None = None
 
 
@@ -86,23 +88,27 @@ def open_corpus(data: DataConfig) -> Corpus:
     Any number of processes may call this at once: one per host tokenises and shows its progress,
     the others wait. Rank 0 prints what is unusual about the text and the tokenizer.
     """
-    files = corpus.all_files(data)
+    left_out = LeftOut()
+    files = corpus.all_files(data, left_out)
     cache = expand("data.cache_dir", data.cache_dir)
     folder = cache / cache_key(data, files)
     with _readable(folder):
         complete = folder.exists()
     if not complete:  # a complete one needs no lock, so it may be another user's
-        _lock_and_build(data, files, folder)
+        try:
+            _lock_and_build(data, files, folder)
+        except EmptySplitError as error:
+            error.args = ("; ".join([str(error), *left_out.lines()]),)
+            raise
     weights = {source.name: source.weight for source in corpus.sources_of(data)}
     with _readable(folder):
         opened = load_corpus(folder, weights, checksums=data.verify)
     if os.environ.get("RANK", "0") == "0":
-        for line in [*_switched_off(data), *_unusual_lengths(data, opened)]:
+        unread = [*left_out.lines(), *opened.left_out.lines()]
+        for line in [*unread, *_switched_off(data), *_unusual_lengths(data, opened)]:
             print(line, flush=True)
         if opened.copies:
             print(f"{opened.copies:,} documents are left out: data.validation_path has their text")
-        if opened.without_loss:
-            print(f"{opened.without_loss:,} documents are left out: no token of theirs has loss")
     return opened
 
 
@@ -183,7 +189,7 @@ def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
         settings.append({"eos": data.eos_token})
     if data.special_tokens != SPECIAL_AS_TEXT:
         settings.append({"special_tokens": data.special_tokens})
-    if any(file.source.format != TEXT for file in files):
+    if any(file.source.reading.data_format != PLAIN for file in files):
         settings.append({"chat_template": read_template(data)})
     if ignored := ignored_settings(tokenizer):  # earlier versions obeyed them, under another key
         settings.append({"ignored": ignored})
@@ -229,9 +235,9 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
         splits.append(open_split(*where, names, of_split, **has))
     content = json.dumps({name: asdict(entry) for name, entry in manifest.files.items()})
     digest = hashlib.sha256(content.encode()).hexdigest()[:20]
-    counts = {name: metadata.get(name, 0) for name in ("copies", "without_loss")}
+    copies, left_out = metadata.get("copies", 0), LeftOut(metadata.get("left_out", []))
     template = (folder / TEMPLATE).read_text("utf-8") if TEMPLATE in manifest.files else None
-    return Corpus(*splits, tokenizer, digest, **counts, chat_template=template)
+    return Corpus(*splits, tokenizer, digest, copies, left_out, template)
 
 
 def _lock_and_build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None:
@@ -277,7 +283,6 @@ def _build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None
 
 def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console: Console) -> None:
     total = sum(file.path.stat().st_size for file in files)
-    unreadable: set[Path] = set()
     n_validation = sum(file.source.validation for file in files)
     with Progress(console=console, transient=True) as progress:
         passes = 1 if data.tokenizer else 2
@@ -287,35 +292,47 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
         def show(n_bytes: int) -> None:
             progress.update(task, completed=done + n_bytes)
 
-        def documents(splitter: Splitter) -> Iterator[Placed]:
+        def documents(
+            splits: DocumentSplits, left_out: LeftOut, decoder: IdDecoder | None = None
+        ) -> Iterator[AssignedDocument]:
             nonlocal done
             for number, file in enumerate(files):
                 origin = number if file.source.validation else number - n_validation
                 try:
-                    for document in corpus.read_documents(file, show):
-                        split, hashed = splitter.split(document)
+                    for document in corpus.read_documents(file, show, decoder):
+                        split, hashed = splits.assign(document)
                         if split is not None:
-                            yield Placed(document, origin, split, hashed)
-                except UnicodeDecodeError:
-                    unreadable.add(file.path)
+                            yield AssignedDocument(document, origin, split, hashed)
+                except NotReadError as error:
+                    left_out.add(file.source.reading.path_key, str(error), file.name)
                 done += file.path.stat().st_size
 
         if data.tokenizer:
             tokenizer = load_tokenizer(expand("data.tokenizer", data.tokenizer))
         else:
-            training = (d.document.text for d in documents(Splitter(data)) if d.split == TRAIN)
+            both = documents(DocumentSplits(data), LeftOut())
+            training = (assigned.document.text for assigned in both if assigned.split == TRAIN)
             tokenizer = train_tokenizer(
                 training, data.vocab_size, data.bos_token, console.print, trained_eos(data)
             )
         encoder = DocumentEncoder(tokenizer, data)
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
-        splitter = Splitter(data)
-        with_loss = any(file.source.format != TEXT for file in files)
-        _write_splits(documents(splitter), folder, encoder, dtype, splitter, with_loss)
-        splitter.require_documents()
-    for path in sorted(unreadable):
-        console.print(f"left out, not UTF-8: {path}", soft_wrap=True)
+        splits, left_out = DocumentSplits(data), LeftOut()
+        with_loss = any(file.source.reading.data_format != PLAIN for file in files)
+        writers = {split: SplitWriter(folder / split, dtype, with_loss) for split in SPLITS}
+        for (document, origin, split, hashed), (ids, loss, n_bytes) in _encoded(
+            documents(splits, left_out, encoder.ids), encoder
+        ):
+            if loss is None or loss.any():
+                writers[split].add(ids, n_bytes, origin, document.row, hashed, loss)
+            else:
+                splits.leave_out(document)
+                key = document.file.source.reading.path_key
+                left_out.add(key, "a conversation without an answer", document.name)
+        for writer in writers.values():
+            writer.close()
+        splits.require_documents(left_out)
     by_source = groupby(files[n_validation:], key=lambda file: file.source.name)
     names = {source: [file.name for file in own] for source, own in by_source}
     (folder / "files.json").write_text(json.dumps(names))
@@ -324,35 +341,21 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
     metadata: dict[str, Any] = {"format": FORMAT, "dtype": dtype.name}
     if encoder.eos is not None:
         metadata["eos"] = encoder.eos
-    for name in ("copies", "without_loss"):
-        if count := getattr(splitter, name):
-            metadata[name] = count
-    template = read_template(data)
-    if with_loss and template is not None:
+    if copies := sum(splits.copies.values()):
+        metadata["copies"] = copies
+    if left_out.found:
+        metadata["left_out"] = left_out.listed()
+    template = read_template(data) if with_loss else None
+    if template is not None:
         (folder / TEMPLATE).write_text(template, encoding="utf-8")
     write_manifest(folder, metadata)
 
 
-def _write_splits(
-    documents: Iterator[Placed],
-    folder: Path,
-    encoder: DocumentEncoder,
-    dtype: np.dtype[Any],
-    splitter: Splitter,
-    with_loss: bool,
-) -> None:
-    writers = {split: SplitWriter(folder / split, dtype, with_loss=with_loss) for split in SPLITS}
+def _encoded(
+    documents: Iterator[AssignedDocument], encoder: DocumentEncoder
+) -> Iterator[tuple[AssignedDocument, Encoded]]:
     while batch := list(islice(documents, BATCH_DOCUMENTS)):
-        encoded = _encode(encoder, [placed.document for placed in batch])
-        for (document, origin, split, hashed), (ids, loss, n_bytes) in zip(
-            batch, encoded, strict=True
-        ):
-            if loss is None or loss.any():
-                writers[split].add(ids, n_bytes, origin, document.row, hashed, loss)
-            else:
-                splitter.leave_out(document)
-    for writer in writers.values():
-        writer.close()
+        yield from zip(batch, _encode(encoder, [one.document for one in batch]), strict=True)
 
 
 def _encode(encoder: DocumentEncoder, batch: list[corpus.Document]) -> list[Encoded]:

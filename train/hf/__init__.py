@@ -1,5 +1,5 @@
 """Model folders of Hugging Face's transformers: config, weights and tokenizer.
 
 In: a folder, or the tensors of a checkpoint. Out: settings and weights of a model, or a folder.
-Imports: config, data, model, engine.
+Imports: config, text, data, model, engine.
 """

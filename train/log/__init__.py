@@ -1,5 +1,5 @@
 """The records of a run: JSON lines, TensorBoard, W&B, plots, profiler traces.
 
 In: the figures of a step or an evaluation. Out: files in the run folder, lines on the console.
-Imports: config, data, model, engine, hf, run, checks.
+Imports: config, text, data, model, engine, hf, run, checks.
 """

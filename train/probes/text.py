@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.config import TEXT, Config, ConfigError, DataConfig
+from train.config import PLAIN, Config, ConfigError, DataConfig
 from train.data.corpus import find_files, read_documents
 from train.data.documents import Documents
 from train.data.encoder import DocumentEncoder
@@ -17,6 +17,7 @@ from train.data.shards import open_corpus
 from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import read_manifest_metadata
 from train.run.run_folder import RunFolder
+from train.text.files import LeftOut, NotReadError
 
 BATCH_DOCUMENTS = 64
 PATH_KEY = "eval.path"
@@ -61,15 +62,17 @@ def require_own_text(config: Config, digest: str, checkpoint: Path) -> None:
 def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
     """Tokenise every document of ``data.path`` (the value of ``eval.path``) in memory.
 
-    Raises ``ConfigError`` for a file that is not UTF-8.
+    Raises ``ConfigError`` if something is left out: a loss is that of the whole text.
     """
-    encoder, files = DocumentEncoder(tokenizer, data), find_files(data, PATH_KEY)
+    left_out = LeftOut()
+    encoder, files = DocumentEncoder(tokenizer, data), find_files(data, PATH_KEY, left_out)
     rows, columns, losses = [], [], []
     for origin, file in enumerate(files):
         try:
-            texts = list(read_documents(file))
-        except UnicodeDecodeError:
-            raise ConfigError(f"{PATH_KEY}: {file.path} is not UTF-8 text") from None
+            texts = list(read_documents(file, decoder=encoder.ids))
+        except NotReadError as error:
+            left_out.add(PATH_KEY, str(error), file.name)
+            continue
         for start in range(0, len(texts), BATCH_DOCUMENTS):
             batch = texts[start : start + BATCH_DOCUMENTS]
             for document, one in zip(batch, encoder.documents(batch), strict=True):
@@ -79,6 +82,8 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
                     losses.append(loss)
                     hashed = document.hash(data.held_out_salt)
                     columns.append((len(one.ids), one.n_bytes, origin, document.row, hashed))
+    if left_out.found:
+        raise ConfigError("; ".join(left_out.lines()))
     if not rows:
         raise ConfigError(f"{PATH_KEY}={data.path} holds no text with loss")
     lengths, n_bytes, origins, numbers, hashes = np.array(columns, np.int64).T
@@ -96,5 +101,5 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
         bounds=(0, len(rows)),
         vocab_size=vocabulary_size(tokenizer),
         has_eos=encoder.eos is not None,
-        loss=None if data.format == TEXT else (np.packbits(np.concatenate(losses)),),
+        loss=None if data.format == PLAIN else (np.packbits(np.concatenate(losses)),),
     )

@@ -1,5 +1,5 @@
 """The modes that ``mode`` selects: train, estimate, generate, export, ...; and sweeps (``-m``).
 
 In: a checked config. Out: a trained run, a prediction, text, a folder, a table of runs.
-Imports: config, data, model, engine, hf, run, checks, log, estimate.
+Imports: config, text, data, model, engine, hf, run, checks, log, estimate.
 """

@@ -6,13 +6,22 @@ import os
 
 from train.config import Config
 from train.data.corpus import all_files
+from train.data.encoder import DocumentEncoder
+from train.data.tokenizer import load_tokenizer
 from train.engine.parallel import choose_device
 from train.log.profiler import require_profilable
+from train.paths import expand
+from train.text.files import LeftOut
 
 
 def run(config: Config) -> None:
-    """Check the device and the files of the corpus; rank 0 prints the result."""
+    """Check the device, the files of the corpus and the tokenizer; rank 0 prints the result."""
     require_profilable(config.profile, choose_device(config))
-    files = all_files(config.data)
+    data, left_out = config.data, LeftOut()
+    files = all_files(data, left_out)
+    if data.tokenizer is not None:  # refuses a BOS or an EOS that the tokenizer does not have
+        DocumentEncoder(load_tokenizer(expand("data.tokenizer", data.tokenizer)), data)
     if os.environ.get("RANK", "0") == "0":
+        for line in left_out.lines():
+            print(line)
         print(f"The settings are valid; the corpus has {len(files)} files. Nothing was started.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +18,13 @@ from tests.train.data.chats import BOS, TEMPLATES, chat_tokenizer, without_block
 from train.checks.config import check
 from train.config import Config, ConfigError, DataConfig, SourceConfig
 from train.data.batches import make_batch
-from train.data.chat import ChatTemplate
-from train.data.corpus import Source, TextFile, read_documents
+from train.data.corpus import find_files, read_documents
 from train.data.encoder import DocumentEncoder, Encoded
 from train.data.mixture import training_samples
 from train.data.samples import IGNORED
 from train.data.shards import Corpus, cache_key, open_corpus
 from train.probes.text import tokenised
+from train.text.chat import ChatTemplate
 
 USER, ANSWER = "What does a naïve ring keep?", "Every token λ of it, 12 times."
 
@@ -72,8 +73,8 @@ def data_of(folder: Path, name: str, template: str | None = None, **keys: object
 def encoded(data: DataConfig, *records: dict) -> list[Encoded]:
     """The records as documents of a ``.jsonl``."""
     path = write_lines(Path(data.tokenizer).parent / "data.jsonl", [*records])
-    source = Source("", str(path), "*", "text", 1.0, "data.path", format=data.format)
-    documents = list(read_documents(TextFile(source, path, "data.jsonl")))
+    (file,) = find_files(replace(data, path=str(path)))
+    documents = list(read_documents(file))
     encoder = DocumentEncoder(Tokenizer.from_file(data.tokenizer), data)
     return encoder.documents(documents)
 
@@ -294,7 +295,10 @@ def test_only_answers_are_labels_of_any_rank(chats, packing, world, capsys):
     check(chats, world=1)
     for _ in range(2):  # every start says so
         corpus = open_corpus(chats.data)
-        assert "6 documents are left out: no token of theirs has loss" in capsys.readouterr().out
+        assert re.search(
+            r"data\.path: 6 left out \(chats\.jsonl:10, .*\): a conversation without an answer",
+            capsys.readouterr().out,
+        )
     documents = corpus.train
     assert len(documents) + len(corpus.held_out) == 54
     expected = {}
@@ -357,16 +361,10 @@ def test_text_and_conversations_are_mixed(chats, text_folder):
 def test_the_key_of_a_cache_has_the_template_of_conversations_alone(chats, folder):
     data = replace(chats.data, format="text")
     plain = cache_key(data, [])
-    before = cache_key(chats.data, read_files(chats))
+    before = cache_key(chats.data, find_files(chats.data))
     (folder / "chat_template.jinja").write_text(TEMPLATES["mistral"][1])
     assert cache_key(data, []) == plain
-    assert cache_key(chats.data, read_files(chats)) != before
-
-
-def read_files(config: Config) -> list[TextFile]:
-    path = Path(config.data.path)
-    source = Source("", str(path), "*", "text", 1.0, "data.path", format=config.data.format)
-    return [TextFile(source, path, path.name)]
+    assert cache_key(chats.data, find_files(chats.data)) != before
 
 
 def test_parquet_and_a_probe_read_the_same(chats, tmp_path):
@@ -402,7 +400,7 @@ def test_settings_of_conversations_are_checked(chats, changes, message):
 
 def test_an_empty_split_of_conversations_is_named(chats):
     write_lines(Path(chats.data.path), [{"messages": TURNS[:1]}] * 3)
-    with pytest.raises(ConfigError, match=r"leaves the split train empty \(0 documents"):
+    with pytest.raises(ConfigError, match=r"holds no text; .*: 3 left out .*without an answer"):
         open_corpus(chats.data)
 
 
@@ -410,5 +408,9 @@ def test_a_file_without_records_is_named(chats, tmp_path):
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "README.md").write_text("chats")
     chats.data.path = str(tmp_path / "all")
-    with pytest.raises(ConfigError, match=r"reads \.jsonl.* not .*README\.md; .*data\.pattern"):
+    (tmp_path / "all" / "package.json").write_text('{"name": "chats"}')
+    message = (
+        r"package\.json\): a \.json whose first .* data\.format=chat.*README\.md\): no records"
+    )
+    with pytest.raises(ConfigError, match=message):
         open_corpus(chats.data)

@@ -21,6 +21,7 @@ from train.data.corpus import (
     sources_of,
     text_hash,
 )
+from train.text.reading import Reading
 
 
 def data_at(path: Path, **changes) -> DataConfig:
@@ -69,9 +70,10 @@ def test_sources_have_their_own_keys_or_those_of_data(tmp_path):
     data.sources["z"] = SourceConfig(path=str(tmp_path / "one"), weight=2)
     data.sources["a"] = SourceConfig(path=str(tmp_path / "two"), pattern="*", text_field="t")
     assert sources_of(data) == [
-        Source("a", str(tmp_path / "two"), "*", "t", 1.0, "data.sources.a.path"),
-        Source("z", str(tmp_path / "one"), "*.txt", "body", 2, "data.sources.z.path"),
+        Source("a", str(tmp_path / "two"), "*", 1.0, Reading("t", "data.sources.a.path")),
+        Source("z", str(tmp_path / "one"), "*.txt", 2, Reading("body", "data.sources.z.path")),
     ]
+    assert sources_of(data)[0].reading.section == "data.sources.a"
     files = find_files(data)
     assert [file.label for file in files] == ["a/a.txt", "a/b.md", "z/a.txt"]
     assert [next(read_documents(file)).name for file in files] == ["a.txt", "b.md", "a.txt"]

@@ -75,7 +75,7 @@ def test_a_tokenised_text_holds_its_documents(text_folder, trained_run):
 
 def test_a_text_that_cannot_be_evaluated_is_rejected(text_folder, trained_run, tmp_path, config):
     tokenizer = load_tokenizer(trained_run / "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"binary\.dat is not UTF-8"):
+    with pytest.raises(ConfigError, match=r"^eval\.path: 1 left out \(binary\.dat\): UTF-16"):
         tokenised(DataConfig(path=str(text_folder)), tokenizer)
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ConfigError, match=r"empty\.txt holds no text"):

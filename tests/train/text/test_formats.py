@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from train.config import ConfigError
-from train.data import formats
-from train.data.formats import WHOLE_FILE, Keys, read_texts, require_readers
+from train.text import json_records
+from train.text.formats import read_texts, require_readers
+from train.text.reading import WHOLE_FILE, Reading
 
-KEYS = Keys("data.path", "data.text_field")
 TEXTS = ["one", "", "λ", None, "\nthree lines\n"]
 EXPECTED = [(1, "one", 3), (3, "λ", 2), (5, "\nthree lines\n", 13)]
 
 
 def read(path: Path, text_field: str = "text") -> list[tuple]:
-    return [tuple(text) for text in read_texts(path, text_field, KEYS)]
+    return [tuple(text[:3]) for text in read_texts(path, Reading(text_field))]
 
 
 def lines_of(texts) -> bytes:
@@ -50,21 +50,17 @@ def test_whole_files_are_one_text(tmp_path):
     (tmp_path / "empty.txt").write_bytes(b"")
     assert read(tmp_path / "a.md") == read(tmp_path / "b.txt.gz") == [(WHOLE_FILE, "λ\r\n", 4)]
     assert read(tmp_path / "empty.txt") == []
-    for name in ("c.txt", "d.tar.gz"):
-        (tmp_path / name).write_bytes(gzip.compress(b"anything"))
-        with pytest.raises(UnicodeDecodeError):
-            read(tmp_path / name)
 
 
 def test_the_progress_ends_at_the_size_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "LINES_PER_REPORT", 1)
+    monkeypatch.setattr(json_records, "PER_REPORT", 1)
     noise = [random.Random(n).randbytes(100).hex() for n in range(5000)]
     (tmp_path / "a.jsonl").write_bytes(lines_of(noise))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines_of(noise)))
     write_parquet(tmp_path / "c.parquet", noise, row_group_size=3000)
     for path in tmp_path.iterdir():
         heard: list[int] = []
-        for _ in read_texts(path, "text", KEYS, heard.append):
+        for _ in read_texts(path, Reading(), heard.append):
             pass
         assert heard == sorted(heard)
         assert heard[-1] == path.stat().st_size
@@ -110,8 +106,8 @@ def test_a_bad_row_group_is_named_after_the_good_ones_are_read(tmp_path):
     path.write_bytes(content)
     found = []
     with pytest.raises(ConfigError, match=r"data\.path: .*a\.parquet:5 \(row group 2\) cannot"):
-        found += [text.row for text in read_texts(path, "text", KEYS)]
-    texts = read_texts(path, "text", KEYS)
+        found += [text.row for text in read_texts(path, Reading())]
+    texts = read_texts(path, Reading())
     assert [next(texts).row for _ in range(4)] == [1, 2, 3, 4]
     path.write_bytes(content[:-20])
     with pytest.raises(ConfigError, match=r"a\.parquet:1 .*cannot be read"):
@@ -138,7 +134,7 @@ def test_only_a_few_rows_of_one_column_are_in_memory(tmp_path):
     assert path.stat().st_size > 55e6
     del noise, other
     before, most = pyarrow.total_allocated_bytes(), 0
-    for text, expected in zip(read_texts(path, "text", KEYS), texts, strict=True):
+    for text, expected in zip(read_texts(path, Reading()), texts, strict=True):
         assert text.text == expected
         most = max(most, pyarrow.total_allocated_bytes() - before)
     assert most < 10e6

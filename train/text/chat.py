@@ -65,7 +65,8 @@ def record_text(record: Any, data_format: str, key: str, position: str) -> str:
 
 def other_formats(key: str, found: Any) -> str:
     """A clause with the formats that read a record, or a table, with the fields ``found``."""
-    able = [name for name, wanted in FIELDS.items() if {*wanted} <= {*found}]
+    names = {*found} if isinstance(found, dict | list) else set()
+    able = [name for name, wanted in FIELDS.items() if {*wanted} <= names]
     return "".join(f"; nearest valid: {key}={name}" for name in able)
 
 
