@@ -6,13 +6,17 @@ A ``.loss.bin`` has a bit per token, set if the token has loss, the highest bit 
 files every token but the first of a document has.
 
 Tokens are read with ``pread``, not through mmap. If a file shrinks or a disk fails during training,
-``pread`` raises an exception that names the document; mmap would end the process by SIGBUS.
+``pread`` raises an exception that names the document; mmap would end the process by SIGBUS. The
+index is mapped: all processes of a host share its pages, and the system can drop them.
 """
 
 from __future__ import annotations
 
 import os
+import struct
+import zipfile
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,6 +32,7 @@ from train.data.manifest import DamagedError
 
 SHARD_TOKENS = 2**27
 OPEN_FILES = 256
+AT_ONCE = 2**16  # documents of which numpy holds copies
 IGNORED = -100  # label of a token whose next token has no loss
 DTYPES = ("uint16", "uint32")
 LOSS = np.dtype(np.uint8)  # eight tokens
@@ -80,6 +85,8 @@ class Documents:
     * ``origin`` (index into ``files``) and ``row`` locate its text;
     * ``hash`` is its ``text_hash``, by which documents are chosen.
 
+    ``digest`` identifies the documents on any host; without it they are in this process alone.
+
     ``loss`` holds the bits of the tokens in ``shards``. ``sources`` maps names to weights. Source k
     has documents ``bounds[k]`` to ``bounds[k + 1] - 1``.
     """
@@ -98,6 +105,7 @@ class Documents:
     vocab_size: int
     has_eos: bool = False
     loss: Sequence[TokenFile | NDArray[np.uint8]] | None = None
+    digest: str | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -148,13 +156,9 @@ class Documents:
         first, stop = self.bounds[number], self.bounds[number + 1]
         columns = {name: getattr(self, name)[first:stop] for name in COLUMNS}
         source, weight = list(self.sources.items())[number]
-        return replace(self, **columns, sources={source: weight}, bounds=(0, stop - first))
-
-    def at_least(self, tokens: int) -> Documents:
-        """The documents with at least ``tokens`` tokens, renumbered; there must be one source."""
-        long = self.lengths >= tokens
-        columns = {name: getattr(self, name)[long] for name in COLUMNS}
-        return replace(self, **columns, bounds=(0, int(long.sum())))
+        digest = self.digest and f"{self.digest} {source}"
+        only = {"sources": {source: weight}, "bounds": (0, stop - first), "digest": digest}
+        return replace(self, **columns, **only)
 
 
 class SplitWriter:
@@ -167,8 +171,8 @@ class SplitWriter:
         self,
         folder: Path,
         dtype: np.dtype[Any],
-        shard_tokens: int = SHARD_TOKENS,
         with_loss: bool = False,
+        shard_tokens: int = SHARD_TOKENS,
     ) -> None:
         folder.mkdir()
         self.folder, self.dtype, self.shard_tokens = folder, dtype, shard_tokens
@@ -236,8 +240,10 @@ def open_split(
     weights: dict[str, float],
     has_eos: bool = False,
     has_loss: bool = False,
+    digest: str | None = None,
+    check: bool = True,
 ) -> Documents:
-    """Open a split and check its index against the token files; ``DamagedError`` if they disagree.
+    """Open a split; ``DamagedError`` if its index and, with ``check``, the token files disagree.
 
     ``sizes`` are the bytes of the token files ``00000.bin``, ``00001.bin``, ... ``files`` holds the
     file names of each source in the order of the index, ``weights`` the weight of each source.
@@ -255,43 +261,71 @@ def open_split(
     loss = [TokenFile(f.path.with_suffix(".loss.bin"), LOSS, -(-len(f) // 8)) for f in shards]
     labelled = [(source, name) for source, names in files.items() for name in names]
     first_file = np.cumsum([0, *(len(names) for names in files.values())])
-    columns = _read_index(folder / "index.npz", shards, n_files=len(labelled))
+    columns = _map_index(folder / "index.npz")
+    if check:
+        _check_index(folder / "index.npz", columns, shards, n_files=len(labelled))
     return Documents(
         **columns,
         shards=shards,
         files=[f"{source}/{name}" if source else name for source, name in labelled],
         sources={source: weights[source] for source in files},
-        bounds=tuple(np.searchsorted(columns["origin"], first_file).tolist()),
+        bounds=tuple(bisect_left(columns["origin"], number) for number in first_file.tolist()),
         vocab_size=vocab_size,
         has_eos=has_eos,
         loss=loss if has_loss else None,
+        digest=digest,
     )
 
 
-def _read_index(path: Path, shards: list[TokenFile], n_files: int) -> dict[str, NDArray[np.int64]]:
+def _map_index(path: Path) -> dict[str, NDArray[np.int64]]:
+    """The columns of an index, mapped where ``np.savez`` has stored them without compression."""
+    columns = {}
     try:
-        with np.load(path, allow_pickle=False) as index:
-            columns = {name: index[name] for name in COLUMNS}
+        with zipfile.ZipFile(path) as archive:
+            for name in COLUMNS:
+                with archive.open(f"{name}.npy") as member:
+                    np.lib.format.read_magic(member)
+                    shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+                    length = member.tell()
+                info = archive.getinfo(f"{name}.npy")
+                with path.open("rb") as file:
+                    file.seek(info.header_offset + 26)
+                    begin = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+                if dtype != np.int64 or len(shape) != 1 or not shape[0]:
+                    raise DamagedError(path, f"has {name} of {dtype} {shape}, not of int64 (n,)")
+                mapped = np.memmap(path, dtype, "r", begin + length, shape)
+                columns[name] = np.asarray(mapped)  # indexing an np.memmap is slow
+    except DamagedError:
+        raise
     except Exception as error:  # numpy and zipfile raise many types for damaged bytes
         raise DamagedError(path, f"cannot be read: {error}") from None
-    shape = columns["lengths"].shape
-    for name, column in columns.items():
-        if column.dtype != np.int64 or column.shape != shape or column.ndim != 1 or not len(column):
-            found = f"{column.dtype} {column.shape}"
-            raise DamagedError(path, f"has {name} of {found}, not int64 of one length above 0")
-    shard, start, lengths = columns["shard"], columns["start"], columns["lengths"]
-    _require(path, (shard >= 0) & (shard < len(shards)), "is in no token file")
-    room = np.array([len(file) for file in shards])[shard]
-    _require(path, (start >= 0) & (start <= room), "starts outside of its token file")
-    _require(path, (lengths >= 1) & (lengths <= room - start), "ends outside of its token file")
-    _require(path, columns["n_bytes"] >= 1, "has no bytes")
-    _require(path, (columns["origin"] >= 0) & (columns["origin"] < n_files), "is of no file")
-    _require(path, np.diff(columns["origin"], prepend=0) >= 0, "is out of the order of the files")
-    _require(path, columns["row"] >= 0, "is of no row")
-    _require(path, columns["hash"] >= 0, "has no hash")
+    if len({column.shape for column in columns.values()}) != 1:
+        shapes = ", ".join(f"{name} {column.shape}" for name, column in columns.items())
+        raise DamagedError(path, f"has columns of different lengths: {shapes}")
     return columns
 
 
-def _require(path: Path, holds: NDArray[np.bool_], problem: str) -> None:
-    if not holds.all():
-        raise DamagedError(path, f"says that document {int(np.argmin(holds))} {problem}")
+def _check_index(
+    path: Path, columns: dict[str, NDArray[np.int64]], shards: list[TokenFile], n_files: int
+) -> None:
+    rooms, last = np.array([len(file) for file in shards]), 0
+    for first in range(0, len(columns["lengths"]), AT_ONCE):
+        shard, start, lengths, n_bytes, origin, row, hashed = (
+            np.array(columns[name][first : first + AT_ONCE]) for name in COLUMNS
+        )
+
+        def require(holds: NDArray[np.bool_], problem: str, first: int = first) -> None:
+            if not holds.all():
+                number = first + int(np.argmin(holds))
+                raise DamagedError(path, f"says that document {number} {problem}")
+
+        require((shard >= 0) & (shard < len(shards)), "is in no token file")
+        room = rooms[shard]
+        require((start >= 0) & (start <= room), "starts outside of its token file")
+        require((lengths >= 1) & (lengths <= room - start), "ends outside of its token file")
+        require(n_bytes >= 1, "has no bytes")
+        require((origin >= 0) & (origin < n_files), "is of no file")
+        require(np.diff(origin, prepend=last) >= 0, "is out of the order of the files")
+        require(row >= 0, "is of no row")
+        require(hashed >= 0, "has no hash")
+        last = origin[-1]

@@ -2,7 +2,8 @@
 
 It is built under a lock in a temporary folder, which is renamed when it is complete, so a folder
 without ``.tmp`` is complete. Its name is a hash of the files and of every config value that changes
-a token. ``load_corpus`` checks the files against the manifest and the indices against the files.
+a token. ``load_corpus`` checks the files against the manifest and the indices against the files,
+in one process of each host.
 
     <key>/manifest.json  tokenizer.json  files.json  {train,held_out}/...  (see documents.py)
           chat_template.jinja of conversations
@@ -32,7 +33,14 @@ from train.config import NO_EOS, PLAIN, ConfigError, DataConfig
 from train.data import corpus
 from train.data.documents import DocumentError, Documents, SplitWriter, open_split
 from train.data.encoder import DocumentEncoder, Encoded, trained_eos
-from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
+from train.data.manifest import (
+    DamagedError,
+    Manifest,
+    read_manifest,
+    sync_folder,
+    verify,
+    write_manifest,
+)
 from train.data.splits import HELD_OUT, SPLITS, TRAIN, DocumentSplits, EmptySplitError
 from train.data.tokenizer import (
     LONGEST_PRE_TOKEN,
@@ -42,6 +50,7 @@ from train.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
+from train.host import once
 from train.paths import discard, expand, make_folder, require_removal, unusable
 from train.text.chat import TEMPLATE, read_template
 from train.text.files import LeftOut, NotReadError
@@ -153,7 +162,8 @@ def _unusual_lengths(data: DataConfig, opened: Corpus) -> list[str]:
             given = f"data.sources.{name}" if name else f"data.path={data.path}"
             if split is opened.held_out and data.validation_path is not None:
                 given = f"data.validation_path={data.validation_path}"
-            size = np.array([split.n_bytes[own].sum(), split.text_lengths[own].sum()])
+            n, n_bytes = own.stop - own.start, int(split.n_bytes[own].sum())
+            size = np.array([n_bytes, int(split.lengths[own].sum()) - n * (1 + split.has_eos)])
             sizes[given] = sizes.get(given, 0) + size
     lines = []
     for given, (n_bytes, n_tokens) in sizes.items():
@@ -200,17 +210,27 @@ def load_corpus(folder: Path, weights: dict[str, float], checksums: bool) -> Cor
     """Open a tokenised corpus; ``DamagedError`` with the remedy if its files are damaged.
 
     Sizes are always compared, checksums of the token files only with ``checksums``. ``weights``
-    maps sources to their weights, which change no token.
+    maps sources to their weights, which change no token. Processes of a host that call this at
+    once wait for the first of them, which alone checks.
     """
-    try:
-        manifest = verify(folder, lambda name: checksums or not name.endswith(".bin"))
-        return _open(folder, manifest, weights)
-    except DamagedError as error:
+
+    def damage() -> str:
+        try:
+            manifest = verify(folder, lambda name: checksums or not name.endswith(".bin"))
+            _open(folder, manifest, weights, check=True)
+        except DamagedError as error:
+            return json.dumps([str(error.path), error.problem])
+        return ""
+
+    names = ["corpus", str(folder.resolve()), FORMAT, checksums, sorted(weights)]
+    if found := once(names, damage):
+        path, problem = json.loads(found)
         remedy = f"delete {folder} and start again to rebuild it"
-        raise DamagedError(error.path, f"{error.problem}; {remedy}") from None
+        raise DamagedError(Path(path), f"{problem}; {remedy}")
+    return _open(folder, read_manifest(folder), weights, check=False)
 
 
-def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus:
+def _open(folder: Path, manifest: Manifest, weights: dict[str, float], check: bool) -> Corpus:
     metadata = manifest.metadata
     if metadata.get("format") != FORMAT:
         raise DamagedError(folder, f"has format {metadata.get('format')}, not {FORMAT}")
@@ -220,6 +240,8 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
         raise DamagedError(folder / "files.json", f"is of the sources {', '.join(files[TRAIN])}")
     if VALIDATION in manifest.files:
         files[HELD_OUT] = {"": json.loads((folder / VALIDATION).read_text())}
+    content = json.dumps({name: asdict(entry) for name, entry in manifest.files.items()})
+    digest = hashlib.sha256(content.encode()).hexdigest()[:20]
     splits = []
     for split in SPLITS:
         sizes = []
@@ -232,9 +254,8 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
             "has_eos": "eos" in metadata,
             "has_loss": f"{split}/00000.loss.bin" in manifest.files,
         }
-        splits.append(open_split(*where, names, of_split, **has))
-    content = json.dumps({name: asdict(entry) for name, entry in manifest.files.items()})
-    digest = hashlib.sha256(content.encode()).hexdigest()[:20]
+        own = f"{digest} {split}"
+        splits.append(open_split(*where, names, of_split, **has, digest=own, check=check))
     copies, left_out = metadata.get("copies", 0), LeftOut(metadata.get("left_out", []))
     template = (folder / TEMPLATE).read_text("utf-8") if TEMPLATE in manifest.files else None
     return Corpus(*splits, tokenizer, digest, copies, left_out, template)
