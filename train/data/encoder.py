@@ -49,7 +49,7 @@ class Encoded(NamedTuple):
 class DocumentEncoder:
     """Encodes documents as ``data`` says. ``eos`` is None if no token ends a document.
 
-    ``ids`` decodes documents that another program has encoded with this tokenizer.
+    ``decoder`` decodes documents that another program has encoded with this tokenizer.
 
     Raises ``ConfigError`` if the tokenizer lacks one of the tokens.
     """
@@ -60,7 +60,7 @@ class DocumentEncoder:
         self.eos_token = _eos_name(tokenizer, data)
         name = self.eos_token
         self.eos = None if name is None else int(tokenizer.token_to_id(name))
-        self.ids = IdDecoder(tokenizer, vocabulary_size(tokenizer), self.bos, self.eos)
+        self.decoder = IdDecoder(tokenizer, vocabulary_size(tokenizer), self.bos, self.eos)
 
     def texts(self, texts: list[str]) -> list[list[int]]:
         """The tokens of each text, without BOS and EOS."""

@@ -343,7 +343,7 @@ def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console
         with_loss = any(file.source.reading.data_format != PLAIN for file in files)
         writers = {split: SplitWriter(folder / split, dtype, with_loss) for split in SPLITS}
         for (document, origin, split, hashed), (ids, loss, n_bytes) in _encoded(
-            documents(splits, left_out, encoder.ids), encoder
+            documents(splits, left_out, encoder.decoder), encoder
         ):
             if loss is None or loss.any():
                 writers[split].add(ids, n_bytes, origin, document.row, hashed, loss)

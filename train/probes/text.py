@@ -69,7 +69,7 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
     rows, columns, losses = [], [], []
     for origin, file in enumerate(files):
         try:
-            texts = list(read_documents(file, decoder=encoder.ids))
+            texts = list(read_documents(file, decoder=encoder.decoder))
         except NotReadError as error:
             left_out.add(PATH_KEY, str(error), file.name)
             continue

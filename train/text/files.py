@@ -94,14 +94,16 @@ def matching_files(
             left_out(f"{reason}; repair it, or exclude it with data.pattern", name or ".")
             continue
         if stat.S_ISDIR(mode):
-            for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
+            below = []
+            for entry in sorted(entries, key=lambda entry: entry.name):
                 inner = f"{name}/{entry.name}" if name else entry.name
                 if entry.name.startswith(".") or not _matches(inner.split("/"), parts, below=True):
                     continue
                 if entry.is_symlink():
                     waiting.append((inner, os.path.realpath(entry.path)))
                 else:
-                    waiting.appendleft((inner, os.path.join(real, entry.name)))
+                    below.append((inner, os.path.join(real, entry.name)))
+            waiting.extendleft(reversed(below))
         elif _matches(name.split("/"), parts):
             if stat.S_ISREG(mode):
                 yield name, path

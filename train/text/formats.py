@@ -29,6 +29,7 @@ from train.text.reading import (
     MEGATRON,
     NUMPY,
     PARQUET,
+    PER_REPORT,
     At,
     Reading,
     Rows,
@@ -86,23 +87,23 @@ def _text(row: int, found: str | Ids, reading: Reading, position: str) -> Text:
     return Text(row, text, max(len(text.encode()), min(len(ids), 1)), ids)
 
 
-def _numpy(path: Path, reading: Reading, at: At) -> Rows:
-    with reading.readable(lambda: str(path)):
-        blocks = numpy_ids(path)
-        yield from enumerate(reading.required_decoder(str(path)).split(blocks), start=1)
-
-
-def _megatron(path: Path, reading: Reading, at: At) -> Rows:
+def _token_ids(path: Path, reading: Reading, at: At) -> Rows:
     n_bytes = 0
     with reading.readable(lambda: str(path)):
-        for row, ids in enumerate(megatron_documents(path), start=1):
+        if format_of(path.name).content == MEGATRON:
+            documents = megatron_documents(path)
+        else:
+            blocks = numpy_ids(path)
+            documents = reading.required_decoder(str(path)).split(blocks)
+        for row, ids in enumerate(documents, start=1):
             n_bytes += ids.nbytes
-            at(n_bytes)
+            if row % PER_REPORT == 0:
+                at(n_bytes)
             yield row, ids
 
 
 RECORDS = {LINES: json_lines, JSON: json_records, PARQUET: parquet_rows}
-READERS = RECORDS | {NUMPY: _numpy, MEGATRON: _megatron}
+READERS = RECORDS | dict.fromkeys((NUMPY, MEGATRON), _token_ids)
 
 
 def require_readers(paths: list[Path]) -> None:

@@ -19,6 +19,7 @@ from train.text.reading import BLOCK, HEAD, PER_REPORT, At, Content, Reading, Ro
 
 
 def json_lines(path: Path, reading: Reading, at: At) -> Rows:
+    """The records of a file with one in each line; an empty line has none."""
     row = 0
     with reading.opened(path, lambda: f"{path}:{row + 1}") as (raw, lines):
         for row, line in enumerate(lines, start=1):

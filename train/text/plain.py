@@ -21,11 +21,10 @@ def text_parts(path: Path, reading: Reading, at: At) -> Rows:
             raise not_text(path.name, first[:HEAD])
 
         def blocks() -> Iterator[bytes]:
-            block = first.removeprefix(codecs.BOM_UTF8)
-            while block:
-                yield block
+            yield first.removeprefix(codecs.BOM_UTF8)
+            while block := stream.read(BLOCK):
                 at(raw.tell())
-                block = stream.read(BLOCK)
+                yield block
 
         for row, part in enumerate([b"".join(blocks())] if whole else _parts(blocks(), reading)):
             try:

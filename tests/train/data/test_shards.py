@@ -82,6 +82,8 @@ def test_a_changed_file_or_config_gives_a_new_corpus(config, tmp_path):
         ("eos_token", "none"),
         ("special_tokens", "ids"),
         ("text_field", "body"),
+        ("split_on", "\n"),
+        ("split_bytes", 100),
         ("pattern", "deep/*"),
     ],
 )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import gzip
 import json
+import lzma
 import random
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
 
 from train.config import ConfigError
-from train.text import json_records
+from train.text import json_records, plain
+from train.text.files import NotReadError
 from train.text.formats import read_texts, require_readers
 from train.text.reading import WHOLE_FILE, Reading
 
@@ -141,8 +146,174 @@ def test_only_a_few_rows_of_one_column_are_in_memory(tmp_path):
 
 
 def test_a_missing_reader_is_named_with_its_remedy(tmp_path, monkeypatch):
-    paths = [tmp_path / "a.txt", tmp_path / "a.parquet"]
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    require_readers(paths[:1])
-    with pytest.raises(ConfigError, match=r"a\.parquet needs pyarrow: pip install -e '\.\[parq"):
-        require_readers(paths)
+    require_readers([tmp_path / "a.txt", tmp_path / "zst", tmp_path / "a.jsonl.xz"])
+    for name in ("a.parquet", "a.PARQUET", "a.txt.zst", "a.jsonl.ZST"):
+        with pytest.raises(ConfigError, match=rf"{name} needs pyarrow: pip install -e '\.\[parq"):
+            require_readers([tmp_path / "a.txt", tmp_path / name])
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.Codec("zstd").compress(content, asbytes=True)
+
+
+PACKED = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+BOM = codecs.BOM_UTF8
+RECORDS = [{"id": 1, "text": text} for text in TEXTS]
+JSON_OF = {  # what a .json may look like
+    "lines": lines_of(TEXTS),
+    "lines with CRLF": lines_of(TEXTS).replace(b"\n", b"\r\n"),
+    "values": json.dumps(RECORDS, indent=12)[1:-1].replace("},", "}").encode(),
+    "array": json.dumps(RECORDS).encode(),
+    "long array": b" \r\n" + json.dumps(RECORDS, indent=12, ensure_ascii=False).encode() + b"\n\n",
+    "with BOM": BOM + json.dumps(RECORDS).encode(),
+}
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "A.JSONL", "a.JsonLines", "a.Json"])
+def test_every_name_of_json_lines_gives_the_same_texts(tmp_path, name, packed):
+    """With and without a BOM and CRLF, in two compressed parts one after the other."""
+    path = tmp_path / (name + (packed.upper() if name.isupper() else packed))
+    lines = [lines_of(TEXTS[:2]), lines_of(TEXTS[2:])]
+    for parts in (lines, [BOM + lines[0].replace(b"\n", b"\r\n"), lines[1]]):
+        path.write_bytes(b"".join(PACKED[packed](part) for part in parts))
+        assert read(path) == EXPECTED
+
+
+@pytest.mark.parametrize("form", JSON_OF)
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 64, 2**24])
+def test_json_of_any_form_gives_the_same_records(tmp_path, monkeypatch, form, block):
+    """Also if blocks end inside of a value, a number, an escape or a character."""
+    monkeypatch.setattr(json_records, "BLOCK", block)
+    path = tmp_path / "a.json"
+    path.write_bytes(JSON_OF[form])
+    assert read(path) == EXPECTED
+
+
+def test_a_json_of_one_object_or_of_none(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"text": "one", "deep": [{"[": 1}]}, indent=2))
+    assert read(path) == [(1, "one", 3)]
+    for content in (b"", BOM, b" \n", b"[]", b"[ ]\n"):
+        path.write_bytes(content)
+        assert read(path) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('[{"text": "a"}, {"text": "b"}', "the array has no end"),
+        ('[{"text": "a"}] {"text": "b"}', "text follows the array"),
+        ('{"text": "a"}\n{"text": "b"', "Expecting ',' delimiter"),
+        ('{"text": "a"}\n{"text": b}' + " " * 99, "Expecting value"),
+        ('{"text": "a"}\n' + "[" * 10**5, "recursion"),
+    ],
+)
+def test_a_damaged_json_names_the_record(tmp_path, content, problem):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(
+        ConfigError, match=rf"^data\.path: .*a\.json:[23] is not a record.*{problem}"
+    ):
+        read(path)
+    path.write_text('[{"text": "a"}, {"body": "b", "id": 1}]')
+    with pytest.raises(ConfigError, match=r"data\.text_field=text: .*a\.json:2 .*: body, id"):
+        read(path)
+
+
+@pytest.mark.parametrize("content", ['{"name": 1}', "// no JSON", "[1, 2]", '"text"', "[[]]", "{"])
+def test_a_json_without_texts_is_left_out(tmp_path, content):
+    path = tmp_path / "package.json"
+    path.write_text(content)
+    with pytest.raises(NotReadError, match=r"data\.text_field=text; .*data\.pattern"):
+        read(path)
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("suffix", ["", ".txt", ".TXT", ".md"])
+def test_text_is_read_without_its_bom(tmp_path, suffix, packed):
+    path = tmp_path / f"a{suffix}{packed.upper() if suffix.isupper() else packed}"
+    for content in ("λ\r\n", "\ufeffλ\r\n"):
+        path.write_bytes(PACKED[packed](content.encode()))
+        assert read(path) == [(WHOLE_FILE, "λ\r\n", 4)]
+    for content in (PACKED[packed](b""), PACKED[packed](BOM)):
+        path.write_bytes(content)
+        assert read(path) == []
+
+
+@pytest.mark.parametrize("packed", [name for name in PACKED if name])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+def test_truncated_and_damaged_compression_is_named(tmp_path, name, packed):
+    path = tmp_path / f"{name}{packed}"
+    whole = PACKED[packed](lines_of([str(n) for n in range(999)]))
+    for content in (whole[:-9], b"x" + whole):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"^data\.path: .*{name}{packed}\S* cannot be read"):
+            read(path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.tar.gz", "a.json", "a.parquet.gz", "a.bin"])
+def test_what_is_no_text_is_left_out(tmp_path, name):
+    path = tmp_path / name
+    content = "text" * 999 if name == "a.json" else "text\0" * 999
+    path.write_bytes(content.encode("utf-16"))
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(b"text\0" * 999))
+    with pytest.raises(NotReadError):
+        read(path)
+
+
+def split(path: Path, **keys) -> list[tuple]:
+    return [tuple(text[:2]) for text in read_texts(path, Reading(**keys))]
+
+
+@pytest.mark.parametrize("block", [3, 4, 5, 2**24])
+def test_a_long_file_is_cut_at_a_separator(tmp_path, monkeypatch, block):
+    """On the command line a line end is written \\n; a separator at an end leaves nothing."""
+    monkeypatch.setattr(plain, "BLOCK", block)
+    path = tmp_path / "a.txt.gz"
+    for end in ("\n", "\r\n"):
+        path.write_bytes(gzip.compress(f"\ufeffλ{end}b{end}{end}c{end}{end}{end}{end}d".encode()))
+        for separator in ("\n\n", r"\n\n"):
+            parts = [(1, f"λ{end}b"), (2, "c"), (4, "d")]
+            assert split(path, split_on=separator) == parts
+    path.write_bytes(gzip.compress("a<|end|>.λ<|end|>".encode()))
+    assert split(path, split_on="<|end|>") == [(1, "a"), (2, ".λ")]
+    assert split(path, split_on=".") == [(1, "a<|end|>"), (2, "λ<|end|>")]
+    assert split(path, split_on="absent") == [(1, "a<|end|>.λ<|end|>")]
+
+
+@pytest.mark.parametrize("block", [3, 100, 2**24])
+@pytest.mark.parametrize("most", [4, 10, 64, 10_000])
+def test_a_long_file_is_cut_by_size(tmp_path, monkeypatch, block, most):
+    """The parts are the text, and end with a line, a word or a character."""
+    monkeypatch.setattr(plain, "BLOCK", block)
+    words = random.Random(most).choices(["λ", "ring", "\n", " ", "naïve🙂"], k=999)
+    path = tmp_path / "a.txt"
+    path.write_bytes("".join(words).encode())
+    parts = list(plain._cut(iter([path.read_bytes()]), most))
+    assert b"".join(parts).decode() == "".join(words)
+    assert all(len(part) <= most and part.decode() for part in parts)
+    assert all(len(part) >= most // 2 - 3 for part in parts[:-1])
+    found = [text for _, text in split(path, split_bytes=most)]
+    assert found == [part.decode() for part in parts if part.strip()]
+    path.write_text("a b\nc\n" * 999)
+    assert {text for _, text in split(path, split_bytes=8)} <= {"a b\nc\n", "a b\n", "c\n"}
+
+
+def test_a_long_file_is_cut_at_separators_and_then_by_size(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one two;three four five")
+    expected = [(1, "one two"), (2, "three "), (3, "four "), (4, "five")]
+    assert split(path, split_on=";", split_bytes=7) == expected
+
+
+def test_what_is_not_utf8_after_the_first_part_is_refused(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one;t\xe9o")
+    with pytest.raises(ConfigError, match=r"^data\.path: .*a\.txt:2 is not UTF-8"):
+        split(path, split_on=";")
+    path.write_bytes(b"t\xe9o;one")
+    with pytest.raises(NotReadError, match="not UTF-8"):
+        split(path, split_on=";")
