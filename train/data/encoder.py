@@ -131,7 +131,7 @@ class DocumentEncoder:
             raise ConfigError(
                 f"the assistant's last text with loss, {text[start:stop][-40:]!r}, has no "
                 f"data.eos_token={self.eos_token}: no model would learn to end an answer; give the "
-                f"token that ends a turn of the chat template, or data.eos_token={NO_EOS}"
+                f"token that ends a message in the chat template, or data.eos_token={NO_EOS}"
             )
         return Encoded(ids, loss, sum(len(text[start:stop].encode()) for start, stop in spans))
 

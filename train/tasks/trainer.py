@@ -101,9 +101,8 @@ class Trainer:
             write_atomically(self.folder.tokenizer, self.corpus.tokenizer.to_str(pretty=True))
             if self.corpus.chat_template is not None:
                 write_atomically(self.folder.chat_template, self.corpus.chat_template)
-            wandb = None
-            if self.config.log.wandb:
-                wandb = WandbRun(self.config, self.folder, self.print_line)
+            own = self.config, self.folder, self.print_line
+            wandb = WandbRun(*own) if self.config.log.wandb else None
             self.recorder = Recorder(self.folder, self.state.step, self.print_line, wandb)
         self._log_event(source)
 

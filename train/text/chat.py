@@ -1,8 +1,8 @@
 """Conversations and completions: a record of ``.jsonl`` or ``.parquet`` -> text, and what has loss.
 
 A Jinja template renders a conversation, as in transformers. What the assistant writes has loss, and
-so has the end of its turn: the template's ``{% generation %}`` blocks. Without them a turn is what
-the messages up to its end render to, beyond the messages before it with the generation prompt.
+so has EOS after it: the template's ``{% generation %}`` blocks. Without them an answer is what the
+messages up to its end render to, beyond the messages before it with the generation prompt.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class ChatTemplate:
         """
         prompt = record.get("prompt", [])
         messages = record.get("messages") or [*prompt, *record["completion"]]
-        messages = messages if self._takes_parts else [_joined(m) for m in messages]
+        messages = messages if self._takes_parts else [_with_one_text(m) for m in messages]
         variables = {"tools": record.get("tools"), **record.get("chat_template_kwargs", {})}
         marked = self._text(messages, variables)
         whole = marked.replace(START, "").replace(STOP, "")
@@ -191,12 +191,12 @@ class ChatTemplate:
         if self._has_blocks:
             begin = end(len(prompt), True) if prompt else 0
             return Rendered(whole, [span for span in _blocks(marked) if span[0] >= begin])
-        turns = [n for n in range(len(prompt), len(messages)) if messages[n]["role"] == ASSISTANT]
-        spans = [(end(number, True), end(number + 1, False)) for number in turns]
-        return Rendered(whole, [(a, a + len(self._turn(whole[a:b]))) for a, b in spans])
+        answers = [n for n in range(len(prompt), len(messages)) if messages[n]["role"] == ASSISTANT]
+        spans = [(end(number, True), end(number + 1, False)) for number in answers]
+        return Rendered(whole, [(a, a + len(self._answer(whole[a:b]))) for a, b in spans])
 
-    def _turn(self, text: str) -> str:
-        """A turn without the space after its end: the model writes nothing after EOS."""
+    def _answer(self, text: str) -> str:
+        """An answer without the space after its end: the model writes nothing after EOS."""
         eos = self._special.get("eos_token")
         return text.rstrip() if eos and text.rstrip().endswith(eos) else text
 
@@ -223,7 +223,7 @@ def _blocks(marked: str) -> list[tuple[int, int]]:
     return spans
 
 
-def _joined(message: dict[str, Any]) -> dict[str, Any]:
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
     """The message with one text as its content, for a template that takes no parts."""
     content = message.get("content")
     if not isinstance(content, list):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from train.config import DataConfig
 from train.data.tokenizer import train_tokenizer
 
 BOS = "<|begin|>"
@@ -116,3 +117,34 @@ def write_lines(path: Path, records: list[dict]) -> Path:
     """A ``.jsonl`` of the records."""
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     return path
+
+
+USER, ANSWER = "What does a naïve ring keep?", "Every token λ of it, 12 times."
+
+
+def says(role: str, content: object, **more: object) -> dict:
+    return {"role": role, "content": content, **more}
+
+
+TURNS = [
+    says("user", USER),
+    says("assistant", ANSWER),
+    says("user", " Why? "),
+    says("assistant", "So."),
+]
+
+
+def tokenizer_folder(parent: Path) -> Path:
+    """A folder with the tokenizer, and without a template."""
+    folder = parent / "tokenizer"
+    folder.mkdir()
+    chat_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def data_of(folder: Path, name: str, template: str | None = None, **keys: object) -> DataConfig:
+    """The settings of a template in the folder."""
+    eos, own = TEMPLATES[name]
+    (folder / "chat_template.jinja").write_text(own if template is None else template)
+    keys = {"bos_token": BOS, "eos_token": eos, "format": "chat", **keys}
+    return DataConfig(tokenizer=str(folder / "tokenizer.json"), **keys)

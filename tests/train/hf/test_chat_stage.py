@@ -16,8 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ANSWERS = {"ring": "It keeps every token.", "tale": "12 times, λ."}
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["chatml", "llama3"])
+@pytest.mark.parametrize("name", ["chatml", pytest.param("llama3", marks=pytest.mark.soak)])
 def test_a_model_that_learned_to_chat_ends_its_answer(make_folder, started, tmp_path, name):
     """``generate`` of transformers gives both answers and stops at EOS, far before its limit."""
     eos, template = TEMPLATES[name]

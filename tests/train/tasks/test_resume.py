@@ -352,7 +352,7 @@ def test_no_weights_are_drawn_that_a_start_loads(config, monkeypatch, tmp_path):
     drawn, draw = [], initialise.draw
     monkeypatch.setattr(initialise, "draw", lambda *a: (drawn.append(1), draw(*a)))
     monkeypatch.setattr(torch.nn.init, "normal_", lambda *a, **k: drawn.append(1))
-    config.train.steps = 4
+    config.train.steps, config.optim.schedule_steps, config.optim.final_lr_ratio = 4, 8, 0.1
 
     def start(**changes: object) -> tuple[bool, torch.Tensor]:
         drawn.clear()
