@@ -28,7 +28,8 @@ def once(names: Any, work: Callable[[], str]) -> str:
     """The result of ``work``; of those who wait for it at the same time, one does it.
 
     ``names``, JSON, identify it. A result is used by processes that asked before it was complete,
-    and by no later one: what it depends on may have changed.
+    and by no later one: what it depends on may have changed. Raises what ``work`` raises, and
+    ``ConfigError`` if the disk has no room.
     """
     asked, path = time.time(), _path(names, ".json")
     with FileLock(f"{path}.lock"):
@@ -39,7 +40,10 @@ def once(names: Any, work: Callable[[], str]) -> str:
         if asked <= completed <= time.time():
             return result
         result = work()
-        path.write_text(json.dumps([time.time(), result]))
+        try:
+            path.write_text(json.dumps([time.time(), result]))
+        except OSError as error:
+            raise unusable("TMPDIR", path.parent, "written to", error) from None
         return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from train.config import ConfigError
 from train.data import shards
 from train.data.documents import COLUMNS, Documents, SplitWriter
 from train.data.mixture import training_samples
@@ -96,6 +98,20 @@ def test_a_process_that_dies_at_work_holds_up_nobody(temporary):
     waiting.join(timeout=20)
     np.testing.assert_array_equal(found[0], rows)
     assert not list(temporary.glob("*/*.tmp"))
+
+
+def test_a_full_disk_is_named(temporary):
+    """Each process prints one line, with the variable that moves the folder."""
+
+    def full() -> list[np.ndarray]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(ConfigError, match=r"TMPDIR: the folder .* \(No space left on device\)"):
+        shared_array("order", 3, full)
+    (temporary / f"ringfa3-{os.getuid()}").rename(temporary / "moved")
+    (temporary / f"ringfa3-{os.getuid()}").write_text("a file")
+    with pytest.raises(ConfigError, match=r"TMPDIR: the folder .* cannot be made"):
+        once("a name", lambda: "result")
 
 
 def test_an_array_outlives_its_removal(temporary):

@@ -56,7 +56,10 @@ def record_text(record: Any, data_format: str, key: str, position: str) -> str:
         fields |= {name: _messages(given[name], f"{position}: {name}") for name in wanted}
     for name in OPTIONAL:  # a column of a .parquet may hold them as JSON
         if isinstance(fields.get(name), str):
-            fields[name] = json.loads(fields[name])
+            try:
+                fields[name] = json.loads(fields[name])
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{position}: {name} is not JSON: {error}") from None
     text = json.dumps(fields, ensure_ascii=False, default=str)
     if any(mark in text for mark in (START, STOP, HIDDEN)):
         raise ConfigError(f"{position} is not text: it has one of U+FDD0 to U+FDD2")
