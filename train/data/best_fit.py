@@ -34,9 +34,9 @@ class BestFitSamples:
     ) -> None:
         self.documents, self.seq_len, self.seed, self.min_len = documents, seq_len, seed, min_len
         self.max_doc_len = min(max_doc_len or seq_len, seq_len)
-        settings = ["best fit", self.max_doc_len, min_len, seed, seq_len]
+        self._settings = ["best fit", self.max_doc_len, min_len, seed, seq_len]
         # (sample, document, start) of each slice; the samples have the order of their assignment.
-        self._slices = shared_rows(documents, settings, self._assigned)
+        self._slices = shared_rows(documents, self._settings, self._assigned)
         self._samples = int(self._slices[-1, 0]) + 1
         self._epoch = lru_cache(maxsize=2)(self._permutation)
 
@@ -68,7 +68,10 @@ class BestFitSamples:
             yield np.stack([samples[first : first + AT_ONCE], document, start], axis=1)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        return np.random.default_rng([self.seed, epoch]).permutation(self._samples)
+        def order() -> list[NDArray[np.int64]]:
+            return [np.random.default_rng([self.seed, epoch]).permutation(self._samples)[:, None]]
+
+        return shared_rows(self.documents, [*self._settings, epoch], order, width=1)[:, 0]
 
 
 def best_fit(

@@ -97,7 +97,7 @@ class DocumentEncoder:
         if self.data.special_tokens == SPECIAL_AS_TEXT:  # the template alone writes special tokens
             record = json.loads(self._special.sub(_hide, document.text))
         try:
-            return self._conversation(*self._template.render(record))
+            return self._conversation(*self.template.render(record))
         except ConfigError as error:
             name = document_name(str(document.file.path), document.row)
             raise ConfigError(f"{name}: {error}") from None
@@ -143,7 +143,8 @@ class DocumentEncoder:
         return re.compile(f"({'|'.join(map(re.escape, longest)) or '(?!)'})")
 
     @cached_property
-    def _template(self) -> ChatTemplate:
+    def template(self) -> ChatTemplate:
+        """The template of conversations; ``ConfigError`` if there is none, or if it is no Jinja."""
         source = read_template(self.data)
         if source is None:
             raise ConfigError(

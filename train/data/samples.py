@@ -10,7 +10,7 @@ and there is no state to save.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -106,15 +106,18 @@ class Cut:
 
 
 def shared_rows(
-    documents: Documents, settings: list[Any], rows: Callable[[], Iterator[NDArray[np.int64]]]
+    documents: Documents,
+    settings: list[Any],
+    rows: Callable[[], Iterable[NDArray[np.int64]]],
+    width: int = 3,
 ) -> NDArray[np.int64]:
-    """The ``rows`` (n, 3) int64: one array for the host, if the documents are on disk.
+    """The ``rows`` (n, width) int64: one array for the host, if the documents are on disk.
 
     ``settings``, JSON, determine them together with the documents.
     """
     if documents.digest is None:
         return np.concatenate(list(rows()))
-    return shared_array([VERSION, documents.digest, *settings], 3, rows)
+    return shared_array([VERSION, documents.digest, *settings], width, rows)
 
 
 class TrainingSamples:

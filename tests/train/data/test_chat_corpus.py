@@ -31,6 +31,7 @@ from train.data.mixture import training_samples
 from train.data.samples import IGNORED
 from train.data.shards import Corpus, cache_key, open_corpus
 from train.probes.text import tokenised
+from train.tasks import check as check_task
 
 
 @pytest.fixture
@@ -185,3 +186,13 @@ def test_a_file_without_records_is_named(chats, tmp_path):
     )
     with pytest.raises(ConfigError, match=message):
         open_corpus(chats.data)
+
+
+def test_mode_check_needs_the_template_of_conversations(chats, folder):
+    check_task.run(chats)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}")
+    with pytest.raises(ConfigError, match="the chat template is not valid"):
+        check_task.run(chats)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="has no chat template in its folder"):
+        check_task.run(chats)
