@@ -123,6 +123,15 @@ def test_parts_of_text_are_one_text(tokenizer, folder, name):
     assert one.ids == other.ids
 
 
+def test_a_template_that_takes_parts_gets_them():
+    template = (
+        "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
+    )
+    messages = [says("user", [{"type": "text", "text": part} for part in "ab"])]
+    blocks = "{% generation %}{% endgeneration %}"
+    assert ChatTemplate(template + blocks, {}).render({"messages": messages}).text == "[a][b]"
+
+
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "prefixes"])
 def test_a_special_token_in_a_message_is_text(tokenizer, folder, blocks):
     """The reference is the same text in parts; with ``ids`` it is the token, as in transformers."""
