@@ -45,6 +45,7 @@ class ConfigError(ValueError):
 
 FULL = "full"  # in model.windows: no window
 NO_EOS = "none"  # as data.eos_token: no token ends a document
+PLAIN, CHAT, COMPLETION = FORMATS = ("text", "chat", "completion")  # of data.format
 AUTO = "auto"  # as train.eval_bytes or train.final_eval_bytes: at least these bytes
 AUTO_BYTES = {"eval_bytes": 100_000, "final_eval_bytes": 16_000_000}
 # The default chunk of the loss has at most 2^26 logits, but at least 1,024 tokens: matrix products
@@ -122,6 +123,7 @@ class SourceConfig:
     weight: float = 1.0
     pattern: str | None = None
     text_field: str | None = None
+    format: str | None = None
     split_on: str | None = None
     split_bytes: int | None = None
     min_len: int | None = None
@@ -133,6 +135,8 @@ class DataConfig:
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     pattern: str = "**/*"
     text_field: str = "text"
+    format: str = PLAIN
+    chat_template: str | None = None
     split_on: str | None = None
     split_bytes: int | None = None
     held_out: float = 0.05

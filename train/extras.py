@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 
 # The imports of the extra ``train``; ``hydra`` is the package hydra-core.
-TRAIN = ("hydra", "omegaconf", "tokenizers", "rich", "tensorboard", "filelock", "safetensors")
+TRAIN = (
+    *("hydra", "omegaconf", "tokenizers", "rich", "tensorboard", "filelock", "safetensors"),
+    "jinja2",
+)
 
 
 def installed(package: str) -> bool:

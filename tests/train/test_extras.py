@@ -61,7 +61,7 @@ def test_the_packages_are_those_of_pyproject():
 
     def packages(extra: str) -> set[str]:
         (listed,) = re.findall(rf"^{extra} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
-        return set(re.findall(r'"([a-z-]+)[^"]*"', listed))
+        return set(re.findall(r'"([a-z0-9-]+)[^"]*"', listed))
 
     assert {{"hydra": "hydra-core"}.get(p, p) for p in extras.TRAIN} == packages("train")
     assert all(package in packages(extra) for package, extra in OPTIONAL.items())

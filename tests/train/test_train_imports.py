@@ -18,6 +18,7 @@ ORDER = [
     "config",
     "keys",
     "paths",
+    "host",
     "text",
     "data",
     "model",
@@ -31,7 +32,7 @@ ORDER = [
     "probes",
     "pretrain",
 ]
-PACKAGES = ORDER[7:-1]
+PACKAGES = ORDER[8:-1]
 HYDRA_MODULES = {"pretrain", "config", "sweep"}
 MODULES = [path.relative_to(TRAIN) for path in sorted(TRAIN.rglob("*.py"))]
 

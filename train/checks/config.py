@@ -14,7 +14,7 @@ from train.checks.hardware import check_hardware
 from train.checks.model import ROPE_TYPES, check_model
 from train.checks.offload import check_offload
 from train.checks.origin import check_origin
-from train.config import AUTO, Config, ConfigError
+from train.config import AUTO, FORMATS, Config, ConfigError
 from train.extras import installed, remedy
 from train.hf.architecture import hf_folder
 from train.keys import default, get, nearest, schema_keys, to_schema_key
@@ -32,6 +32,7 @@ CHOICES = {
     "engine.name": tuple(ENGINES),
     "optim.schedule": ("cosine", "linear", "wsd"),
     "data.packing": ("stream", "best_fit"),
+    "data.format": FORMATS,
     "data.special_tokens": ("text", "ids"),
     "parallel.layout": ("zigzag", "contiguous"),
     "parallel.transport": ("auto", "gloo", "nccl", "symmetric"),

@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from train.config import NO_EOS, SOURCES, Config, ConfigError, DataConfig
+from train.config import FORMATS, NO_EOS, PLAIN, SOURCES, Config, ConfigError, DataConfig
 from train.keys import nearest
 from train.paths import expand
 
@@ -47,6 +47,14 @@ def check_data(data: DataConfig) -> None:
             f"data.eos_token={data.eos_token}; nearest valid: data.vocab_size=258"
         )
     _check_paths(data)
+    formats = {"data.format": data.format}
+    formats |= {f"{SOURCES}.{name}.format": source.format for name, source in data.sources.items()}
+    for key, value in formats.items():
+        if value not in (None, PLAIN) and data.tokenizer is None:
+            raise ConfigError(
+                f"{key}={value} needs a tokenizer whose special tokens the chat template has; give "
+                f"data.tokenizer=PATH, for example that of checkpoint.init_from"
+            )
     if data.tokenizer is not None and not expand("data.tokenizer", data.tokenizer).is_file():
         raise ConfigError(f"data.tokenizer={data.tokenizer} must be a file, a tokenizer.json")
 
@@ -57,6 +65,7 @@ def _check_paths(data: DataConfig) -> None:
     paths = {f"{SOURCES}.{name}.path": source.path for name, source in data.sources.items()}
     paths |= {"data.path": data.path, "data.tokenizer": data.tokenizer}
     paths |= {"data.validation_path": data.validation_path}
+    paths |= {"data.chat_template": data.chat_template}
     for key, value in paths.items():
         _check_exists(key, value)
 
@@ -71,6 +80,12 @@ def _check_sources(data: DataConfig) -> None:
         key = f"{SOURCES}.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ConfigError(f"{key}: the name of a source has letters, digits, _ and - only")
+        if source.format not in (None, *FORMATS):
+            match = nearest(source.format, FORMATS) or PLAIN
+            raise ConfigError(
+                f"{key}.format={source.format}: allowed are {', '.join(FORMATS)}; nearest valid: "
+                f"{key}.format={match}"
+            )
         for name_of_key, least in (("min_len", 1), ("split_bytes", 4)):
             value = getattr(source, name_of_key)
             if value is not None and value < least:

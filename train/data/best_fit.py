@@ -8,14 +8,15 @@ is a permutation of the samples, drawn from (seed, epoch). There is no state to 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.documents import Documents
-from train.data.samples import DocumentSlice, Sample, cut, pack
+from train.data.documents import AT_ONCE, Documents
+from train.data.samples import Cut, DocumentSlice, Sample, pack, shared_rows
 
 PACKING = 2  # makes this random stream differ from those of epochs and of mixtures
 
@@ -24,15 +25,19 @@ class BestFitSamples:
     """The endless stream of training samples, of whole slices."""
 
     def __init__(
-        self, documents: Documents, seq_len: int, max_doc_len: int | None, seed: int
+        self,
+        documents: Documents,
+        seq_len: int,
+        max_doc_len: int | None,
+        seed: int,
+        min_len: int = 1,
     ) -> None:
-        self.documents, self.seed = documents, seed
-        self._document, self._start, self._stop = cut(
-            documents, min(max_doc_len or seq_len, seq_len)
-        )
-        lengths = self._stop - self._start
-        shuffled = np.random.default_rng([seed, 0, PACKING]).permutation(len(lengths))
-        self._bins = [shuffled[own] for own in best_fit(lengths[shuffled], seq_len)]
+        self.documents, self.seq_len, self.seed, self.min_len = documents, seq_len, seed, min_len
+        self.max_doc_len = min(max_doc_len or seq_len, seq_len)
+        self._settings = ["best fit", self.max_doc_len, min_len, seed, seq_len]
+        # (sample, document, start) of each slice; the samples have the order of their assignment.
+        self._slices = shared_rows(documents, self._settings, self._assigned)
+        self._samples = int(self._slices[-1, 0]) + 1
         self._epoch = lru_cache(maxsize=2)(self._permutation)
 
     def __getitem__(self, index: int) -> Sample:
@@ -41,38 +46,63 @@ class BestFitSamples:
 
     def slices(self, index: int) -> list[DocumentSlice]:
         """The slices of sample ``index``; their lengths sum to at most ``seq_len``."""
-        epoch, position = divmod(index, len(self._bins))
-        columns = (self._document, self._start, self._stop)
-        own = self._bins[self._epoch(epoch)[position]]
-        return [DocumentSlice(*(int(column[number]) for column in columns)) for number in own]
+        epoch, position = divmod(index, self._samples)
+        sample = int(self._epoch(epoch)[position])
+        first, stop = (bisect_left(self._slices[:, 0], number) for number in (sample, sample + 1))
+        slices = []
+        for document, start in self._slices[first:stop, 1:].tolist():
+            length = int(self.documents.lengths[document])
+            slices.append(DocumentSlice(document, start, min(start + self.max_doc_len, length)))
+        return slices
+
+    def _assigned(self) -> Iterator[NDArray[np.int64]]:
+        cut = Cut(self.documents, self.max_doc_len, self.min_len)
+        shuffled = np.random.default_rng([self.seed, 0, PACKING]).permutation(cut.count)
+        lengths = np.empty(cut.count, np.int64)
+        for first in range(0, cut.count, AT_ONCE):
+            _, start, stop = cut.slices(shuffled[first : first + AT_ONCE])
+            lengths[first : first + AT_ONCE] = stop - start
+        items, samples = best_fit(lengths, self.seq_len)
+        for first in range(0, cut.count, AT_ONCE):
+            document, start, _ = cut.slices(shuffled[items[first : first + AT_ONCE]])
+            yield np.stack([samples[first : first + AT_ONCE], document, start], axis=1)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self._bins))
+        def order() -> list[NDArray[np.int64]]:
+            return [np.random.default_rng([self.seed, epoch]).permutation(self._samples)[:, None]]
+
+        return shared_rows(self.documents, [*self._settings, epoch], order, width=1)[:, 0]
 
 
-def best_fit(lengths: NDArray[np.integer[Any]], capacity: int) -> list[list[int]]:
+def best_fit(
+    lengths: NDArray[np.integer[Any]], capacity: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Best-fit decreasing bin packing of items of ``lengths`` (n,) <= ``capacity``.
 
-    Returns the numbers of the items in each bin. Items of equal length stay in their order.
+    Returns (items, bins), each (n,): the numbers of the items, bin by bin, and the bin of each.
+    Items of equal length stay in their order.
     """
-    bins: list[list[int]] = []
+    count = 0
     with_room: dict[int, list[int]] = {}  # bins by their free capacity
     rooms: list[int] = []  # its keys, sorted
-    for item in np.argsort(-lengths, kind="stable").tolist():
+    longest_first = np.argsort(-lengths, kind="stable")
+    bins = np.empty(len(lengths), np.int64)
+    for position, item in enumerate(longest_first):
         length = int(lengths[item])
         found = bisect_left(rooms, length)
         if found == len(rooms):
-            chosen, room = len(bins), capacity
-            bins.append([])
+            chosen, room = count, capacity
+            count += 1
         else:
             room = rooms[found]
             chosen = with_room[room].pop()
             if not with_room[room]:
                 del with_room[room], rooms[found]
-        bins[chosen].append(item)
+        bins[position] = chosen
         if left := room - length:
             if left not in with_room:
                 with_room[left] = []
                 insort(rooms, left)
             with_room[left].append(chosen)
-    return bins
+    by_bin = np.argsort(bins, kind="stable")
+    return longest_first[by_bin], bins[by_bin]

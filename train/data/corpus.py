@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from train.config import SOURCES, ConfigError, DataConfig, SourceConfig
+from train.config import PLAIN, SOURCES, ConfigError, DataConfig, SourceConfig
 from train.paths import expand
 from train.text.files import LeftOut, matching_files
 from train.text.formats import read_texts, require_readers
@@ -71,7 +71,8 @@ class TextFile:
 class Document:
     """A text, its file and row (``WHOLE_FILE``, or from 1), and its length in UTF-8 bytes.
 
-    ``ids`` are its tokens if the file has token ids.
+    ``ids`` are its tokens if the file has token ids. The text of a conversation or a completion is
+    the JSON of its fields (``train.text.chat``).
     """
 
     file: TextFile
@@ -84,6 +85,11 @@ class Document:
     def name(self) -> str:
         """Its name within its source."""
         return document_name(self.file.name, self.row)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its tokens are those of its text, between BOS and EOS."""
+        return self.ids is None and self.file.source.reading.data_format == PLAIN
 
     def hash(self, salt: int) -> int:
         """``text_hash`` of its text."""
@@ -121,6 +127,7 @@ def _reading(data: DataConfig, path_key: str, source: SourceConfig | None = None
         path_key=path_key,
         split_on=data.split_on if own.split_on is None else own.split_on,
         split_bytes=own.split_bytes or data.split_bytes,
+        data_format=own.format or data.format,
     )
 
 
@@ -202,6 +209,8 @@ def fingerprint(files: list[TextFile]) -> str:
         reading, form = file.source.reading, format_of(file.name)
         settings = f"{file.source.name}\0{reading.text_field}\0{file.name}"
         settings += "\0validation" * file.source.validation
+        if reading.data_format != PLAIN:  # earlier versions had no other
+            settings += f"\0{reading.data_format}"
         if file.name.endswith((".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")) or form == (TEXT, ""):
             # What these names meant in every version gives the keys that caches have had since.
             own: list[object] = []

@@ -71,10 +71,10 @@ class Mixture:
         return order, numbers
 
 
-def long_documents(documents: Documents, data: DataConfig) -> list[Documents]:
-    """The documents of each source that have at least its ``min_len`` tokens.
+def long_documents(documents: Documents, data: DataConfig) -> list[tuple[Documents, int]]:
+    """The documents of each source, and its ``min_len``: training excludes shorter ones.
 
-    Raises ``ConfigError`` if a source has none.
+    Raises ``ConfigError`` if a source has none that is as long.
     """
     chosen = []
     for number, name in enumerate(documents.sources):
@@ -85,7 +85,7 @@ def long_documents(documents: Documents, data: DataConfig) -> list[Documents]:
                 f"{key}={least}: no training document has so many tokens; "
                 f"nearest valid: {key}={longest}"
             )
-        chosen.append(own if least is None else own.at_least(least))
+        chosen.append((own, least or 1))
     return chosen
 
 
@@ -125,12 +125,13 @@ def training_samples(documents: Documents, data: DataConfig, seed: int) -> Sampl
     Raises ``ConfigError`` if a source has no document that is long enough.
     """
 
-    def stream(own: Documents) -> TrainingSamples | BestFitSamples:
+    def stream(own: Documents, min_len: int) -> TrainingSamples | BestFitSamples:
+        settings = data.seq_len, data.piece_len, seed
         if data.packing == "best_fit":
-            return BestFitSamples(own, data.seq_len, data.piece_len, seed)
-        return TrainingSamples(own, data.seq_len, data.piece_len, seed, data.document_mask)
+            return BestFitSamples(own, *settings, min_len)
+        return TrainingSamples(own, *settings, data.document_mask, min_len)
 
-    streams = [stream(own) for own in long_documents(documents, data)]
+    streams = [stream(own, min_len) for own, min_len in long_documents(documents, data)]
     if len(streams) == 1:
         return streams[0]
     return MixedSamples(streams, Mixture(list(documents.sources.values()), seed))

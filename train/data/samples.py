@@ -9,7 +9,8 @@ and there is no state to save.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -18,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from train.data.documents import Documents
+from train.data.documents import AT_ONCE, IGNORED, Documents
+from train.host import shared_array
 
-IGNORED = -100  # label of a token without a next token
+VERSION = 1  # of the rows that processes share
 
 
 class DocumentSlice(NamedTuple):
@@ -36,8 +38,8 @@ class Sample:
     """Packed slices. ``cu_seqlens`` (slices + 1) bounds attention and positions.
 
     ``tokens`` (t,) int64. ``labels`` (t,) int64: the next token of the document, even if it lies
-    beyond the slice; ``IGNORED`` at the end of the document. ``n_bytes`` are the UTF-8 bytes of the
-    labels, if every token of a document except BOS has the same number of bytes.
+    beyond the slice; ``IGNORED`` at the end of the document, and where the next token has no loss.
+    ``n_bytes`` are the UTF-8 bytes of the labels, if every label of a document has the same number.
     """
 
     tokens: NDArray[np.int64]
@@ -52,29 +54,70 @@ def pack(documents: Documents, slices: list[DocumentSlice]) -> Sample:
     for document, start, stop in slices:
         ids = documents.tokens(document, start, stop + 1)
         length = stop - start
-        tokens.append(ids[:length])
-        labels.append(ids[1:])
-        if len(ids) == length:
-            labels.append(np.array([IGNORED]))
-        cu_seqlens.append(cu_seqlens[-1] + length)
+        following = np.full(length, IGNORED)
+        following[: len(ids) - 1] = ids[1:]
         predicted, of_document = len(ids) - 1, int(documents.lengths[document]) - 1
+        if documents.loss is not None:
+            loss = documents.loss_mask(document)
+            following[: len(ids) - 1][~loss[start + 1 : stop + 1]] = IGNORED
+            predicted, of_document = int((following != IGNORED).sum()), int(loss[1:].sum())
+        tokens.append(ids[:length])
+        labels.append(following)
+        cu_seqlens.append(cu_seqlens[-1] + length)
         n_bytes += int(documents.n_bytes[document]) * predicted / max(1, of_document)
     return Sample(np.concatenate(tokens), np.concatenate(labels), cu_seqlens, round(n_bytes))
 
 
-def join(sample: Sample) -> Sample:
-    """The sample as one document: each token but the last predicts the next one of the sample."""
-    labels = np.append(sample.tokens[1:], sample.labels[-1:])
+def join(sample: Sample, masked: bool) -> Sample:
+    """The sample as one document: each token but the last predicts the next one of the sample.
+
+    If documents are ``masked``, the labels stay: no end of a document predicts the next document.
+    """
+    labels = sample.labels if masked else np.append(sample.tokens[1:], sample.labels[-1:])
     return Sample(sample.tokens, labels, [0, len(sample.tokens)], sample.n_bytes)
 
 
-def cut(documents: Documents, max_doc_len: int) -> tuple[NDArray[np.int64], ...]:
-    """Slices of at most ``max_doc_len`` tokens: (document, start, stop), each (slices,) int64."""
-    per_document = -(-documents.lengths // max_doc_len)
-    document = np.repeat(np.arange(len(documents)), per_document)
-    first = np.cumsum(per_document) - per_document
-    start = (np.arange(len(document)) - np.repeat(first, per_document)) * max_doc_len
-    return document, start, np.minimum(start + max_doc_len, documents.lengths[document])
+class Cut:
+    """The slices of at most ``max_doc_len`` tokens of documents with at least ``min_len``."""
+
+    def __init__(self, documents: Documents, max_doc_len: int, min_len: int) -> None:
+        self.documents, self.max_doc_len = documents, max_doc_len
+        lengths, self._ends = documents.lengths, None
+        if min_len <= int(lengths.min()) and int(lengths.max()) <= max_doc_len:
+            self.count = len(documents)  # each document is a slice
+            return
+        self._ends, self.count = np.empty(len(documents), np.int64), 0
+        for first in range(0, len(documents), AT_ONCE):
+            some = np.array(lengths[first : first + AT_ONCE])
+            counts = np.where(some >= min_len, -(-some // max_doc_len), 0)
+            self._ends[first : first + AT_ONCE] = self.count + np.cumsum(counts)
+            self.count = int(self._ends[first + len(some) - 1])
+
+    def slices(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """(document, start, stop), each (n,), of the slices with these numbers (n,)."""
+        if self._ends is None:
+            document, start = numbers, np.zeros_like(numbers)
+        else:
+            document = np.searchsorted(self._ends, numbers, side="right")
+            first = np.where(document > 0, self._ends[document - 1], 0)
+            start = (numbers - first) * self.max_doc_len
+        stop = np.minimum(start + self.max_doc_len, self.documents.lengths[document])
+        return document, start, stop
+
+
+def shared_rows(
+    documents: Documents,
+    settings: list[Any],
+    rows: Callable[[], Iterable[NDArray[np.int64]]],
+    width: int = 3,
+) -> NDArray[np.int64]:
+    """The ``rows`` (n, width) int64: one array for the host, if the documents are on disk.
+
+    ``settings``, JSON, determine them together with the documents.
+    """
+    if documents.digest is None:
+        return np.concatenate(list(rows()))
+    return shared_array([VERSION, documents.digest, *settings], width, rows)
 
 
 class TrainingSamples:
@@ -90,40 +133,52 @@ class TrainingSamples:
         max_doc_len: int | None,
         seed: int,
         document_mask: bool = True,
+        min_len: int = 1,
     ) -> None:
         self.documents, self.document_mask = documents, document_mask
-        self.seq_len = seq_len
-        self.seed = seed
+        self.seq_len, self.seed, self.min_len = seq_len, seed, min_len
         self.max_doc_len = max_doc_len or int(documents.lengths.max())
-        self._document, self._start, self._stop = cut(documents, self.max_doc_len)
-        self.tokens_per_epoch = int(documents.lengths.sum())
         self._epoch = lru_cache(maxsize=2)(self._permutation)
+        lengths = documents.lengths
+        self.tokens_per_epoch = int(lengths.sum(where=lengths >= min_len))
 
     def __getitem__(self, index: int) -> Sample:
         """Sample ``index`` >= 0 of the stream."""
         sample = pack(self.documents, self.slices(index))
-        return sample if self.document_mask else join(sample)
+        return sample if self.document_mask else join(sample, self.documents.loss is not None)
 
     def slices(self, index: int) -> list[DocumentSlice]:
         """The slices of sample ``index``; their lengths sum to ``seq_len``."""
         slices: list[DocumentSlice] = []
-        position, end = index * self.seq_len, (index + 1) * self.seq_len
-        while position < end:
+        position, stop = index * self.seq_len, (index + 1) * self.seq_len
+        while position < stop:
             epoch, offset = divmod(position, self.tokens_per_epoch)
-            order, ends = self._epoch(epoch)
-            found = int(np.searchsorted(ends, offset, side="right"))
-            number = order[found]
-            remaining = int(ends[found]) - offset
-            taken = min(remaining, end - position)
-            start = int(self._stop[number]) - remaining
-            slices.append(DocumentSlice(int(self._document[number]), start, start + taken))
-            position += taken
+            rows, ends = self._epoch(epoch), self._epoch(epoch)[:, 2]
+            last = min(offset + stop - position, self.tokens_per_epoch)
+            position += last - offset
+            own = slice(bisect_right(ends, offset), bisect_left(ends, last) + 1)
+            for document, first, end in rows[own].tolist():
+                length = int(self.documents.lengths[document])
+                start = min(first + self.max_doc_len, length) - (end - offset)
+                taken = min(end, last) - offset
+                slices.append(DocumentSlice(document, start, start + taken))
+                offset += taken
         return slices
 
-    def _permutation(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The order of the slices in ``epoch``, and the end of each in tokens from its start."""
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self._document))
-        return order, np.cumsum((self._stop - self._start)[order])
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        """The slices of ``epoch`` in order: (document, start, end in tokens from its start)."""
+
+        def rows() -> Iterator[NDArray[np.int64]]:
+            cut, end = Cut(self.documents, self.max_doc_len, self.min_len), 0
+            order = np.random.default_rng([self.seed, epoch]).permutation(cut.count)
+            for first in range(0, cut.count, AT_ONCE):
+                document, start, stop = cut.slices(order[first : first + AT_ONCE])
+                ends = end + np.cumsum(stop - start)
+                yield np.stack([document, start, ends], axis=1)
+                end = ends[-1]
+
+        settings = ["stream", self.max_doc_len, self.min_len, self.seed, epoch]
+        return shared_rows(self.documents, settings, rows)
 
 
 class AtLeast(NamedTuple):
@@ -174,10 +229,28 @@ def choose_documents(
     for weight, (first, stop) in zip(
         documents.sources.values(), pairwise(documents.bounds), strict=True
     ):
-        by_hash = first + np.argsort(documents.hash[first:stop], kind="stable")
-        reached = int(np.searchsorted(np.cumsum(sizes[by_hash]), budget * weight / total))
-        chosen += np.sort(by_hash[: reached + 1]).tolist()
+        wanted = budget * weight / total
+        own = _of_smallest_hashes(documents.hash[first:stop], sizes[first:stop], wanted)
+        chosen += np.sort(first + own).tolist()
     return chosen
+
+
+def _of_smallest_hashes(
+    hashes: NDArray[np.integer[Any]], sizes: NDArray[np.integer[Any]], wanted: float
+) -> NDArray[np.int64]:
+    """The numbers of the smallest ``hashes`` whose ``sizes`` sum to ``wanted`` or more.
+
+    It sorts only those below a hash that probably suffices, to not copy the hashes of all.
+    """
+    some = np.sort(hashes[:: -(-len(hashes) // AT_ONCE)])
+    share = 2 * wanted / max(1, int(sizes.sum())) + 16 / len(some)
+    for limit in (some[min(int(share * len(some)), len(some) - 1)], np.iinfo(np.int64).max):
+        below = np.flatnonzero(hashes <= limit)
+        below = below[np.argsort(hashes[below], kind="stable")]
+        reached = int(np.searchsorted(np.cumsum(sizes[below]), wanted))
+        if reached < len(below):
+            break
+    return below[: reached + 1]
 
 
 def evaluation_samples(

@@ -2,9 +2,11 @@
 
 It is built under a lock in a temporary folder, which is renamed when it is complete, so a folder
 without ``.tmp`` is complete. Its name is a hash of the files and of every config value that changes
-a token. ``load_corpus`` checks the files against the manifest and the indices against the files.
+a token. ``load_corpus`` checks the files against the manifest and the indices against the files,
+in one process of each host.
 
     <key>/manifest.json  tokenizer.json  files.json  {train,held_out}/...  (see documents.py)
+          chat_template.jinja of conversations
 """
 
 from __future__ import annotations
@@ -16,51 +18,42 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from train.config import NO_EOS, ConfigError, DataConfig
+from train.config import NO_EOS, PLAIN, ConfigError, DataConfig
 from train.data import corpus
-from train.data.documents import DocumentError, Documents, SplitWriter, open_split
-from train.data.encoder import DocumentEncoder, trained_eos
-from train.data.manifest import DamagedError, Manifest, sync_folder, verify, write_manifest
-from train.data.removal import discard, require_removal
-from train.data.splits import HELD_OUT, SPLITS, TRAIN, DocumentSplits, EmptySplitError
+from train.data.build import FORMAT, VALIDATION, write_corpus
+from train.data.documents import Documents, open_split
+from train.data.manifest import (
+    DamagedError,
+    Manifest,
+    read_manifest,
+    sync_folder,
+    verify,
+)
+from train.data.splits import HELD_OUT, SPLITS, TRAIN, EmptySplitError
 from train.data.tokenizer import (
     LONGEST_PRE_TOKEN,
     SPECIAL_AS_TEXT,
     ignored_settings,
     load_tokenizer,
-    train_tokenizer,
     vocabulary_size,
 )
-from train.paths import expand, make_folder, unusable
-from train.text.files import LeftOut, NotReadError
-from train.text.token_ids import IdDecoder
+from train.host import once
+from train.paths import discard, expand, make_folder, require_removal, unusable
+from train.text.chat import TEMPLATE, read_template
+from train.text.files import LeftOut
 
-VALIDATION = "validation.json"  # the names of its files, as files.json has them by source
-FORMAT = 3  # version of the files in the folder; part of its name
-BATCH_DOCUMENTS = 64
 # A byte-level tokenizer has fewer if it does not know the language: most bytes are tokens of their
 # own. A tokenizer has more if it drops text. Whole words with three bytes a letter are in between.
 USUAL_BYTES_PER_TOKEN = (1.5, 16.0)
-
-
-class AssignedDocument(NamedTuple):
-    """A document, the number of its file in its split, the split, and the hash of its text."""
-
-    document: corpus.Document
-    origin: int
-    split: str
-    hashed: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,8 @@ class Corpus:
     """A tokenised corpus. ``digest`` identifies its contents on any host.
 
     Training leaves out ``copies`` documents, whose texts are in ``data.validation_path``.
-    ``left_out`` are the files whose content is not read.
+    ``left_out`` are the files and documents that are not read. ``chat_template`` is that of
+    conversations.
     """
 
     train: Documents
@@ -77,6 +71,7 @@ class Corpus:
     digest: str
     copies: int
     left_out: LeftOut
+    chat_template: str | None = None
 
 
 def open_corpus(data: DataConfig) -> Corpus:
@@ -143,12 +138,15 @@ def _unusual_lengths(data: DataConfig, opened: Corpus) -> list[str]:
     low, high = USUAL_BYTES_PER_TOKEN
     sizes: dict[str, NDArray[np.int64]] = {}
     for split in (opened.train, opened.held_out):
+        if split.loss is not None:
+            continue  # these are the bytes of some of the tokens
         slices = map(slice, split.bounds, split.bounds[1:])
         for name, own in zip(split.sources, slices, strict=True):
             given = f"data.sources.{name}" if name else f"data.path={data.path}"
             if split is opened.held_out and data.validation_path is not None:
                 given = f"data.validation_path={data.validation_path}"
-            size = np.array([split.n_bytes[own].sum(), split.text_lengths[own].sum()])
+            n, n_bytes = own.stop - own.start, int(split.n_bytes[own].sum())
+            size = np.array([n_bytes, int(split.lengths[own].sum()) - n * (1 + split.has_eos)])
             sizes[given] = sizes.get(given, 0) + size
     lines = []
     for given, (n_bytes, n_tokens) in sizes.items():
@@ -184,6 +182,8 @@ def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
         settings.append({"eos": data.eos_token})
     if data.special_tokens != SPECIAL_AS_TEXT:
         settings.append({"special_tokens": data.special_tokens})
+    if any(file.source.reading.data_format != PLAIN for file in files):
+        settings.append({"chat_template": read_template(data)})
     if ignored := ignored_settings(tokenizer):  # earlier versions obeyed them, under another key
         settings.append({"ignored": ignored})
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
@@ -193,17 +193,27 @@ def load_corpus(folder: Path, weights: dict[str, float], checksums: bool) -> Cor
     """Open a tokenised corpus; ``DamagedError`` with the remedy if its files are damaged.
 
     Sizes are always compared, checksums of the token files only with ``checksums``. ``weights``
-    maps sources to their weights, which change no token.
+    maps sources to their weights, which change no token. Processes of a host that call this at
+    once wait for the first of them, which alone checks.
     """
-    try:
-        manifest = verify(folder, lambda name: checksums or not name.endswith(".bin"))
-        return _open(folder, manifest, weights)
-    except DamagedError as error:
+
+    def damage() -> str:
+        try:
+            manifest = verify(folder, lambda name: checksums or not name.endswith(".bin"))
+            _open(folder, manifest, weights, check=True)
+        except DamagedError as error:
+            return json.dumps([str(error.path), error.problem])
+        return ""
+
+    names = ["corpus", str(folder.resolve()), FORMAT, checksums, sorted(weights)]
+    if found := once(names, damage):
+        path, problem = json.loads(found)
         remedy = f"delete {folder} and start again to rebuild it"
-        raise DamagedError(error.path, f"{error.problem}; {remedy}") from None
+        raise DamagedError(Path(path), f"{problem}; {remedy}")
+    return _open(folder, read_manifest(folder), weights, check=False)
 
 
-def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus:
+def _open(folder: Path, manifest: Manifest, weights: dict[str, float], check: bool) -> Corpus:
     metadata = manifest.metadata
     if metadata.get("format") != FORMAT:
         raise DamagedError(folder, f"has format {metadata.get('format')}, not {FORMAT}")
@@ -213,6 +223,8 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
         raise DamagedError(folder / "files.json", f"is of the sources {', '.join(files[TRAIN])}")
     if VALIDATION in manifest.files:
         files[HELD_OUT] = {"": json.loads((folder / VALIDATION).read_text())}
+    content = json.dumps({name: asdict(entry) for name, entry in manifest.files.items()})
+    digest = hashlib.sha256(content.encode()).hexdigest()[:20]
     splits = []
     for split in SPLITS:
         sizes = []
@@ -221,11 +233,15 @@ def _open(folder: Path, manifest: Manifest, weights: dict[str, float]) -> Corpus
         names = files.get(split, files[TRAIN])
         of_split = {source: weights.get(source, 1.0) for source in names}
         where = (folder / split, sizes, metadata["dtype"], vocabulary_size(tokenizer))
-        splits.append(open_split(*where, names, of_split, has_eos="eos" in metadata))
-    content = json.dumps({name: asdict(entry) for name, entry in manifest.files.items()})
-    digest = hashlib.sha256(content.encode()).hexdigest()[:20]
+        has = {
+            "has_eos": "eos" in metadata,
+            "has_loss": f"{split}/00000.loss.bin" in manifest.files,
+        }
+        own = f"{digest} {split}"
+        splits.append(open_split(*where, names, of_split, **has, digest=own, check=check))
     copies, left_out = metadata.get("copies", 0), LeftOut(metadata.get("left_out", []))
-    return Corpus(*splits, tokenizer, digest, copies, left_out)
+    template = (folder / TEMPLATE).read_text("utf-8") if TEMPLATE in manifest.files else None
+    return Corpus(*splits, tokenizer, digest, copies, left_out, template)
 
 
 def _lock_and_build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None:
@@ -255,7 +271,7 @@ def _build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None
         # A killed build may have left files. No other process uses them: this one holds the lock.
         require_removal(temporary)
         temporary.mkdir()
-        _write(data, files, temporary, Console(markup=False, highlight=False))
+        write_corpus(data, files, temporary, Console(markup=False, highlight=False))
         try:
             temporary.rename(folder)
         except OSError:
@@ -267,87 +283,3 @@ def _build(data: DataConfig, files: list[corpus.TextFile], folder: Path) -> None
         raise
     finally:
         discard(temporary)
-
-
-def _write(data: DataConfig, files: list[corpus.TextFile], folder: Path, console: Console) -> None:
-    total = sum(file.path.stat().st_size for file in files)
-    n_validation = sum(file.source.validation for file in files)
-    with Progress(console=console, transient=True) as progress:
-        passes = 1 if data.tokenizer else 2
-        task = progress.add_task("Tokenising the corpus", total=total * passes)
-        done = 0
-
-        def show(n_bytes: int) -> None:
-            progress.update(task, completed=done + n_bytes)
-
-        def documents(
-            splits: DocumentSplits, left_out: LeftOut, decoder: IdDecoder | None = None
-        ) -> Iterator[AssignedDocument]:
-            nonlocal done
-            for number, file in enumerate(files):
-                origin = number if file.source.validation else number - n_validation
-                try:
-                    for document in corpus.read_documents(file, show, decoder):
-                        split, hashed = splits.assign(document)
-                        if split is not None:
-                            yield AssignedDocument(document, origin, split, hashed)
-                except NotReadError as error:
-                    left_out.add(file.source.reading.path_key, str(error), file.name)
-                done += file.path.stat().st_size
-
-        if data.tokenizer:
-            tokenizer = load_tokenizer(expand("data.tokenizer", data.tokenizer))
-        else:
-            both = documents(DocumentSplits(data), LeftOut())
-            training = (assigned.document.text for assigned in both if assigned.split == TRAIN)
-            tokenizer = train_tokenizer(
-                training, data.vocab_size, data.bos_token, console.print, trained_eos(data)
-            )
-        encoder = DocumentEncoder(tokenizer, data)
-        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
-        splits, left_out = DocumentSplits(data), LeftOut()
-        _write_splits(documents(splits, left_out, encoder.decoder), folder, encoder, dtype)
-        splits.require_documents(left_out)
-    by_source = groupby(files[n_validation:], key=lambda file: file.source.name)
-    names = {source: [file.name for file in own] for source, own in by_source}
-    (folder / "files.json").write_text(json.dumps(names))
-    if n_validation:
-        (folder / VALIDATION).write_text(json.dumps([file.name for file in files[:n_validation]]))
-    metadata: dict[str, Any] = {"format": FORMAT, "dtype": dtype.name}
-    if encoder.eos is not None:
-        metadata["eos"] = encoder.eos
-    if copies := sum(splits.copies.values()):
-        metadata["copies"] = copies
-    if left_out.found:
-        metadata["left_out"] = left_out.listed()
-    write_manifest(folder, metadata)
-
-
-def _write_splits(
-    documents: Iterator[AssignedDocument],
-    folder: Path,
-    encoder: DocumentEncoder,
-    dtype: np.dtype[Any],
-) -> None:
-    writers = {split: SplitWriter(folder / split, dtype) for split in SPLITS}
-    while batch := list(islice(documents, BATCH_DOCUMENTS)):
-        encoded = _encode(encoder, [assigned.document for assigned in batch])
-        for (document, origin, split, hashed), ids in zip(batch, encoded, strict=True):
-            writers[split].add(ids, document.n_bytes, origin, document.row, hashed)
-    for writer in writers.values():
-        writer.close()
-
-
-def _encode(encoder: DocumentEncoder, batch: list[corpus.Document]) -> list[list[int]]:
-    """Tokens of each document; ``DocumentError`` names a document that cannot be tokenised."""
-    try:
-        return encoder.documents(batch)
-    except Exception:  # the library raises no specific type, and does not name the text
-        for document in batch:
-            try:
-                encoder.documents([document])
-            except Exception as error:
-                name = corpus.document_name(document.file.label, document.row)
-                raise DocumentError(name, f"cannot be tokenised: {error}") from error
-        raise

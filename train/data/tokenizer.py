@@ -142,9 +142,24 @@ def encode(
     id of that token. The post-processor takes no part: a template may repeat a text without any
     special token.
     """
-    tokenizer.encode_special_tokens = special_tokens == SPECIAL_AS_TEXT
+    with _without_processor(tokenizer, special_tokens == SPECIAL_AS_TEXT):
+        return [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def encode_with_offsets(
+    tokenizer: Tokenizer, text: str, special_as_text: bool
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of a text, and the range of characters of each. Otherwise as ``encode``."""
+    with _without_processor(tokenizer, special_as_text):
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+    return encoding.ids, encoding.offsets
+
+
+@contextmanager
+def _without_processor(tokenizer: Tokenizer, special_as_text: bool) -> Iterator[None]:
+    tokenizer.encode_special_tokens = special_as_text
     processor, tokenizer.post_processor = tokenizer.post_processor, None
     try:
-        return [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        yield
     finally:
         tokenizer.post_processor = processor

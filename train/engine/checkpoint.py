@@ -38,10 +38,10 @@ from train.data.manifest import (
     verify,
     write_manifest,
 )
-from train.data.removal import discard
 from train.engine.host_copies import HostCopies
 from train.engine.parallel import ParallelLayout, from_rank_0
 from train.engine.shard import LoadPlanner, SavePlanner, Shard, own_share, whole
+from train.paths import discard
 
 # A single process saves and loads without a process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -37,7 +37,9 @@ class DeepSpeedEngine(Engine):
     gradients differently. Gradients are reduced in float32.
     """
 
-    def __init__(self, config: Config, n_tokens: int, parallel: ParallelLayout) -> None:
+    def __init__(
+        self, config: Config, n_tokens: int, parallel: ParallelLayout, draw: bool = True
+    ) -> None:
         if parallel.device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"  # read at the import of deepspeed
         os.environ.setdefault("LOCAL_RANK", "0")  # without torchrun
@@ -50,11 +52,12 @@ class DeepSpeedEngine(Engine):
         self.settings = _settings(config, parallel)
         require_group(parallel)
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-        super().__init__(config, n_tokens, parallel)
+        super().__init__(config, n_tokens, parallel, draw)
 
     def _build(self, n_tokens: int) -> LanguageModel:
         parallel, meta = self.parallel, self.stage == 3
-        return build_model(self.config, n_tokens, parallel.device, parallel.cp_group, meta)
+        where = parallel.device, parallel.cp_group
+        return build_model(self.config, n_tokens, *where, meta, self.draw)
 
     def wrap(self, model: LanguageModel) -> LanguageModel:
         self.shapes = {name: p.shape for name, p in model.transformer.named_parameters()}
@@ -73,7 +76,8 @@ class DeepSpeedEngine(Engine):
             apart["output."] = transformer.output
         for prefix, module in apart.items():
             module.to_empty(device=self.parallel.device)
-            initialise(module, self.config.model, self.config.train.seed, prefix=prefix)
+            if self.draw:
+                initialise(module, self.config.model, self.config.train.seed, prefix=prefix)
             self.library.zero.Init(module=module, config_dict_or_path=self.settings)
 
     def _create_optimizer_state(self) -> None:

@@ -28,10 +28,13 @@ class Engine(ABC):
 
     ``n_tokens`` is the size of the tokenizer's vocabulary. Every rank makes the same calls in the
     same order, except ``shards``. ``groups`` are the process groups that the engine has created.
+    Without ``draw`` the weights have no values until they are loaded.
     """
 
-    def __init__(self, config: Config, n_tokens: int, parallel: ParallelLayout) -> None:
-        self.config, self.parallel = config, parallel
+    def __init__(
+        self, config: Config, n_tokens: int, parallel: ParallelLayout, draw: bool = True
+    ) -> None:
+        self.config, self.parallel, self.draw = config, parallel, draw
         self.groups: list[dist.ProcessGroup] = []
         self.model = self.wrap(self._build(n_tokens))
         self.parameters = dict(self.model.transformer.named_parameters())
@@ -40,7 +43,8 @@ class Engine(ABC):
 
     def _build(self, n_tokens: int) -> LanguageModel:
         parallel = self.parallel
-        return build_model(self.config, n_tokens, parallel.device, parallel.cp_group)
+        where = parallel.device, parallel.cp_group
+        return build_model(self.config, n_tokens, *where, draw=self.draw)
 
     @abstractmethod
     def wrap(self, model: LanguageModel) -> LanguageModel:

@@ -53,7 +53,8 @@ class FSDP2Engine(Engine):
                 reshard_after_forward=True,
             )
         model.to_empty(device=self.parallel.device)
-        initialise(transformer, self.config.model, self.config.train.seed, _local_rows)
+        if self.draw:
+            initialise(transformer, self.config.model, self.config.train.seed, _local_rows)
         return model
 
     def watch(self, times: TimeSplit) -> None:

@@ -10,7 +10,9 @@ from train.engine.fsdp2 import FSDP2Engine
 from train.engine.parallel import ParallelLayout
 
 
-def make_engine(config: Config, n_tokens: int, parallel: ParallelLayout) -> Engine:
-    """The engine of ``config`` on this rank; every rank must call this."""
+def make_engine(
+    config: Config, n_tokens: int, parallel: ParallelLayout, draw: bool = True
+) -> Engine:
+    """The engine of ``config`` on this rank; every rank must call this. ``draw`` is as there."""
     engines = {"ddp": DDPEngine, "fsdp2": FSDP2Engine, "deepspeed": DeepSpeedEngine}
-    return engines[config.engine.name](config, n_tokens, parallel)
+    return engines[config.engine.name](config, n_tokens, parallel, draw)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from train.data.removal import require_removal
 from train.hf.architecture import CONFIG
+from train.paths import require_removal
 
 # The files of settings. tokenizer.json is not among them: the run stores its own.
 FILES = (

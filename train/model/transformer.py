@@ -308,16 +308,17 @@ def build_model(
     device: torch.device,
     cp_group: dist.ProcessGroup | None = None,
     meta: bool = False,
+    draw: bool = True,
 ) -> LanguageModel:
     """The model on ``device``, with the same weights on every rank; attention over ``cp_group``.
 
     ``n_tokens`` is the size of the tokenizer's vocabulary. With ``meta`` the parameters are on the
-    meta device: an engine allocates each rank's part. Raises ``ConfigError`` if ``n_tokens``
-    exceeds ``model.vocab_size``.
+    meta device: an engine allocates each rank's part. Without ``draw`` they have no values yet.
+    Raises ``ConfigError`` if ``n_tokens`` exceeds ``model.vocab_size``.
     """
     dtype = compute_dtype(config.train.precision, device)
     rows = config.model.rows(n_tokens)
-    with torch.device("meta" if meta else "cpu"):
+    with torch.device("meta" if meta or not draw else "cpu"):
         transformer = Transformer(
             config.model,
             rows,
@@ -332,5 +333,6 @@ def build_model(
             transport=config.parallel.transport,
             deterministic=config.train.deterministic,
         )
-    transformer = transformer if meta else transformer.to(device)
+    if not meta:
+        transformer = transformer.to(device) if draw else transformer.to_empty(device=device)
     return LanguageModel(transformer, dtype, config.memory.loss_tokens(rows))

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.config import Config, ConfigError, DataConfig
+from train.config import PLAIN, Config, ConfigError, DataConfig
 from train.data.corpus import find_files, read_documents
 from train.data.documents import Documents
 from train.data.encoder import DocumentEncoder
 from train.data.shards import open_corpus
 from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import read_manifest_metadata
+from train.run.run_folder import RunFolder
 from train.text.files import LeftOut, NotReadError
 
 BATCH_DOCUMENTS = 64
@@ -29,6 +30,9 @@ def read_text(config: Config, tokenizer: Tokenizer) -> tuple[Documents, str]:
     """
     if config.eval.path is not None:
         data = dataclasses.replace(config.data, path=config.eval.path, sources={})
+        own = RunFolder(config).chat_template
+        if data.chat_template is None and own.is_file():
+            data.chat_template = str(own)
         documents = tokenised(data, tokenizer)
         return documents, hashlib.sha256(documents.shards[0].tobytes()).hexdigest()[:12]
     corpus = open_corpus(config.data)
@@ -62,7 +66,7 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
     """
     left_out = LeftOut()
     encoder, files = DocumentEncoder(tokenizer, data), find_files(data, PATH_KEY, left_out)
-    rows, columns = [], []
+    rows, columns, losses = [], [], []
     for origin, file in enumerate(files):
         try:
             texts = list(read_documents(file, decoder=encoder.decoder))
@@ -71,15 +75,17 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
             continue
         for start in range(0, len(texts), BATCH_DOCUMENTS):
             batch = texts[start : start + BATCH_DOCUMENTS]
-            encoded = encoder.documents(batch)
-            for document, ids in zip(batch, encoded, strict=True):
-                rows.append(np.array(ids, np.uint32))
-                hashed = document.hash(data.held_out_salt)
-                columns.append((len(ids), document.n_bytes, origin, document.row, hashed))
+            for document, one in zip(batch, encoder.documents(batch), strict=True):
+                loss = np.arange(len(one.ids)) > 0 if one.loss is None else one.loss
+                if one.loss is None or loss.any():
+                    rows.append(np.array(one.ids, np.uint32))
+                    losses.append(loss)
+                    hashed = document.hash(data.held_out_salt)
+                    columns.append((len(one.ids), one.n_bytes, origin, document.row, hashed))
     if left_out.found:
         raise ConfigError("; ".join(left_out.lines()))
     if not rows:
-        raise ConfigError(f"{PATH_KEY}={data.path} holds no text")
+        raise ConfigError(f"{PATH_KEY}={data.path} holds no text with loss")
     lengths, n_bytes, origins, numbers, hashes = np.array(columns, np.int64).T
     return Documents(
         shards=(np.concatenate(rows),),
@@ -95,4 +101,5 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
         bounds=(0, len(rows)),
         vocab_size=vocabulary_size(tokenizer),
         has_eos=encoder.eos is not None,
+        loss=None if data.format == PLAIN else (np.packbits(np.concatenate(losses)),),
     )

@@ -10,9 +10,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from train.config import Config, ConfigError, from_plain
-from train.data.removal import require_removal
 from train.keys import flatten, shown
-from train.paths import expand, make_folder, unusable
+from train.paths import expand, make_folder, require_removal, unusable
 
 LOCK_S = 5.0  # processes of torchrun's previous attempt may still hold the lock
 
@@ -36,6 +35,7 @@ class RunFolder:
     """The paths of a run.
 
     config.json       the config of the latest start; tokenizer.json the tokenizer
+    chat_template.jinja  the template of the run's conversations, if it has any
     metrics.jsonl     a line per optimiser step; eval.jsonl a line per validation
     events.jsonl      starts, skipped steps, failed checkpoints, stops
     summary.json      written when the run is complete
@@ -51,7 +51,7 @@ class RunFolder:
     FILES = (
         *("config.json", "metrics.jsonl", "eval.jsonl", "events.jsonl", "summary.json"),
         *("ranks.json", "tokenizer.json", "wandb-id.txt", "loss.png", "loss_by_position.png"),
-        "estimate.json",
+        *("estimate.json", "chat_template.jinja"),
     )
     FOLDERS = ("checkpoints", "tensorboard", "logs", "profile", "origin")
     MEASURED = ("eval-*.json", "eval-*.png", "needle.*", "rope.*")
@@ -63,6 +63,7 @@ class RunFolder:
             self.path / name for name in self.FILES[:6]
         )
         self.tokenizer, self.wandb_id = (self.path / name for name in self.FILES[6:8])
+        self.chat_template = self.path / self.FILES[-1]
         self.profile = self.path / "profile"
         self.origin = self.path / "origin"
         self.tensorboard = self.path / "tensorboard"

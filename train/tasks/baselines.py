@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,10 +37,7 @@ def measure_baselines(corpus: Corpus, budget: Budget) -> dict[str, Any]:
         corpus.train, held_out, chosen, vocabulary_size(tokenizer)
     )
     texts = (
-        tokenizer.decode(
-            held_out.text(document).tolist(),
-            skip_special_tokens=False,
-        )
+        tokenizer.decode(_text(held_out, document).tolist(), skip_special_tokens=False)
         for document in chosen
     )
     return {
@@ -64,6 +62,13 @@ def baseline_documents(
     return choose_documents(documents, documents.n_bytes, limit)
 
 
+def _text(documents: Documents, document: int) -> NDArray[np.int64]:
+    """The tokens of a document that ``n_bytes`` counts the bytes of."""
+    if documents.loss is None:
+        return documents.text(document)
+    return documents.tokens(document, 0, sys.maxsize)[documents.loss_mask(document)]
+
+
 def gzip_nats_per_byte(texts: Iterable[str]) -> float:
     """Size of ``gzip -9`` of all texts together, in nats per byte of text."""
     data = "".join(texts).encode()
@@ -75,7 +80,7 @@ def count_nats_per_byte(
 ) -> tuple[float, float]:
     """Nats per byte of a unigram and of a bigram model of the ``chosen`` held-out documents.
 
-    Like the transformer, they predict every token except BOS, which is only context.
+    Like the transformer, they predict every token with loss; the others are only context.
     """
     fit = _transitions(train, choose_documents(train, train.lengths, FIT_TOKENS))
     unigram = unigram_probabilities(fit[1], vocab_size)
@@ -117,6 +122,11 @@ def bigram_probabilities(
 def _transitions(
     documents: Documents, chosen: Iterable[int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(context, following), each (n,) int64: every token except BOS, and the token before it."""
-    texts = [documents.tokens(document, 0, int(documents.lengths[document])) for document in chosen]
-    return np.concatenate([t[:-1] for t in texts]), np.concatenate([t[1:] for t in texts])
+    """(context, following), each (n,) int64: every token with loss, and the token before it."""
+    pairs = []
+    for document in chosen:
+        ids = documents.tokens(document, 0, sys.maxsize)
+        labelled = documents.loss_mask(document)[1:]
+        pairs.append((ids[:-1][labelled], ids[1:][labelled]))
+    context, following = (np.concatenate(tokens) for tokens in zip(*pairs, strict=True))
+    return context, following

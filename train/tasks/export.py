@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from train.config import Config, ConfigError
 from train.data.encoder import DocumentEncoder
-from train.data.removal import discard
 from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import find_checkpoint, load_tensors
 from train.engine.shard import Box, Shard
@@ -25,7 +25,7 @@ from train.hf.ends import write_ends
 from train.hf.names import shapes
 from train.hf.origin import keep_origin
 from train.hf.save import save_weights
-from train.paths import expand, make_folder, unusable
+from train.paths import discard, expand, make_folder, unusable
 from train.run.run_folder import RunFolder
 from train.tasks.load_model import read_tokenizer
 
@@ -86,6 +86,8 @@ def export(config: Config, folder: RunFolder, checkpoint: Path) -> Path:
         dtype = getattr(torch, config.export.dtype)
         save_weights(temporary, wanted, read, dtype, config.export.shard_bytes)
         _write_settings(temporary, config, rows, tokenizer)
+        if folder.chat_template.is_file():  # transformers prefers it to the origin's others
+            shutil.copyfile(folder.chat_template, temporary / folder.chat_template.name)
         temporary.rename(target)
     except (OSError, SafetensorError) as error:
         raise unusable("export.dir", target, "written", error) from None

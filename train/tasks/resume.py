@@ -50,6 +50,20 @@ def prepare_folder(
     from_rank_0(parallel, prepare)
 
 
+def loads_weights(config: Config, folder: RunFolder, parallel: ParallelLayout) -> bool:
+    """Whether ``restore`` loads all weights or raises, the same on all ranks: none need be drawn.
+
+    A run that is replaced starts anew, even if its folder has checkpoints.
+    """
+    if config.checkpoint.init_from is not None or config.checkpoint.resumes():
+        return True
+
+    def continues() -> bool:
+        return bool(checkpoints_in(folder.checkpoints)) and not folder.is_replaced_by(config)
+
+    return from_rank_0(parallel, continues)
+
+
 def _has_prepared(job: str, config: Config, folder: RunFolder) -> bool:
     """Whether a restarted job has prepared the folder.
 
@@ -90,6 +104,10 @@ def restore(
         return f"starts at step 0 with the weights of {theirs}"
     origin = _origin(config.checkpoint)
     if origin is None:
+        if not state.engine.draw:
+            raise RuntimeError(
+                f"the checkpoints in {checkpoints.folder} have vanished; start again"
+            )
         return "starts at step 0"
     path = from_rank_0(checkpoints.parallel, lambda: find_checkpoint(origin, log))
     if _begins_anew(config.checkpoint):

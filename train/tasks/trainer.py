@@ -40,7 +40,7 @@ from train.run.update_lock import UpdateLock
 from train.tasks.estimate import errors_of
 from train.tasks.evaluate import Evaluation, budget_of, evaluate
 from train.tasks.gradients import compute_gradients
-from train.tasks.resume import prepare_folder, restore
+from train.tasks.resume import loads_weights, prepare_folder, restore
 from train.tasks.summary import summarise, write_summary
 
 SELF_ONLY = (0, 0)  # attention window (left, right) in which each token attends only to itself
@@ -68,7 +68,8 @@ class Trainer:
         data, train = config.data, config.train
         self.accumulation = config.accumulation_over(parallel.dp)
         self.samples = training_samples(corpus.train, data, train.seed)
-        self.engine = make_engine(config, vocabulary_size(corpus.tokenizer), parallel)
+        draw = not loads_weights(config, folder, parallel)
+        self.engine = make_engine(config, vocabulary_size(corpus.tokenizer), parallel, draw)
         self.model = self.engine.model
         self.times = time_split_on(parallel.device)
         if self.times is not None:
@@ -98,9 +99,10 @@ class Trainer:
         if self.parallel.rank == 0:
             write_atomically(self.folder.config, config_json + "\n")
             write_atomically(self.folder.tokenizer, self.corpus.tokenizer.to_str(pretty=True))
-            wandb = None
-            if self.config.log.wandb:
-                wandb = WandbRun(self.config, self.folder, self.print_line)
+            if self.corpus.chat_template is not None:
+                write_atomically(self.folder.chat_template, self.corpus.chat_template)
+            own = self.config, self.folder, self.print_line
+            wandb = WandbRun(*own) if self.config.log.wandb else None
             self.recorder = Recorder(self.folder, self.state.step, self.print_line, wandb)
         self._log_event(source)
 

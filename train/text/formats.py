@@ -6,8 +6,9 @@
 * ``.npy``, and ``.bin`` with ``.idx``: documents of token ids;
 * all others: one text, or its parts with ``split_on`` or ``split_bytes``.
 
-A record or row holds a text or a list of token ids. Text may be compressed: ``.gz``, ``.bz2``,
-``.xz`` or ``.zst`` follows its suffix. A BOM of UTF-8 is skipped, and so are empty and null texts.
+A record or row holds a text, a list of token ids, or a conversation (``train.text.chat``). Text may
+be compressed: ``.gz``, ``.bz2``, ``.xz`` or ``.zst`` follows its suffix. A BOM of UTF-8 is skipped,
+and so are empty and null texts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from train.config import ConfigError
+from train.config import PLAIN, ConfigError
 from train.extras import installed, remedy
 from train.text.files import NotReadError
 from train.text.json_records import json_lines, json_records
@@ -59,6 +60,9 @@ def read_texts(path: Path, reading: Reading, at: At = lambda n_bytes: None) -> I
     content, compression = format_of(path.name)
     if compression and content in (PARQUET, NUMPY, MEGATRON):
         raise NotReadError(f"a compressed .{content}; unpack it")
+    if reading.data_format != PLAIN and content not in RECORDS:
+        wanted = f"{reading.section}.format={reading.data_format}"
+        raise NotReadError(f"no records, which {wanted} reads; exclude the file with data.pattern")
     try:
         for row, found in READERS.get(content, text_parts)(path, reading, at):
             text = _text(row, found, reading, f"{path}:{row}" if row else str(path))
@@ -98,8 +102,8 @@ def _token_ids(path: Path, reading: Reading, at: At) -> Rows:
             yield row, ids
 
 
-READERS = {LINES: json_lines, JSON: json_records, PARQUET: parquet_rows}
-READERS |= dict.fromkeys((NUMPY, MEGATRON), _token_ids)
+RECORDS = {LINES: json_lines, JSON: json_records, PARQUET: parquet_rows}
+READERS = RECORDS | dict.fromkeys((NUMPY, MEGATRON), _token_ids)
 
 
 def require_readers(paths: list[Path]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from train.config import ConfigError
+from train.config import PLAIN, ConfigError
+from train.text.chat import other_formats, record_text
 from train.text.files import NotReadError, not_text
 from train.text.reading import BLOCK, HEAD, PER_REPORT, At, Content, Reading, Rows
 
@@ -30,7 +31,9 @@ def json_lines(path: Path, reading: Reading, at: At) -> Rows:
 def _content_of_line(line: bytes, row: int, reading: Reading, position: str) -> Content:
     try:
         decoded = line.removeprefix(codecs.BOM_UTF8 if row == 1 else b"").decode("utf-8")
-        record: Any = json.loads(decoded) if decoded.strip() else {reading.text_field: ""}
+        if not decoded.strip():
+            return ""
+        record: Any = json.loads(decoded)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{reading.path_key}: {position} is not UTF-8: {error}; convert it, for example with "
@@ -42,7 +45,9 @@ def _content_of_line(line: bytes, row: int, reading: Reading, position: str) -> 
 
 
 def _content(record: Any, reading: Reading, position: str) -> Content:
-    """The text or the token ids of a record."""
+    """The text, the token ids or the conversation of a record."""
+    if reading.data_format != PLAIN:
+        return record_text(record, reading.data_format, f"{reading.section}.format", position)
     value = record.get(reading.text_field, 0) if isinstance(record, dict) else 0
     if isinstance(value, str | None):
         return value or ""
@@ -51,7 +56,7 @@ def _content(record: Any, reading: Reading, position: str) -> Content:
     found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
     raise ConfigError(
         f"{reading.section}.text_field={reading.text_field}: {position} has no such field with a "
-        f"string or token ids; it has: {found}"
+        f"string or token ids; it has: {found}{other_formats(f'{reading.section}.format', record)}"
     )
 
 
@@ -71,9 +76,12 @@ def json_records(path: Path, reading: Reading, at: At) -> Rows:
             if row == 0 and isinstance(error, UnicodeDecodeError):
                 raise not_text(path.name, head) from None
             if row == 0:
+                wanted = f"text in {reading.section}.text_field={reading.text_field}"
+                if reading.data_format != PLAIN:
+                    wanted = f"fields of {reading.section}.format={reading.data_format}"
                 raise NotReadError(
-                    f"a .json whose first record has no text in {reading.section}.text_field="
-                    f"{reading.text_field}; give its field, or exclude the file with data.pattern"
+                    f"a .json whose first record has no {wanted}; give its field, or exclude the "
+                    f"file with data.pattern"
                 ) from None
             if isinstance(error, ConfigError):
                 raise

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple
 
-from train.config import SOURCES, ConfigError
+from train.config import PLAIN, SOURCES, ConfigError
 from train.text.token_ids import IdDecoder, Ids
 
 WHOLE_FILE = 0  # the row number of a text that is a whole file
@@ -61,7 +61,8 @@ def format_of(name: str) -> Format:
 
 class Reading(NamedTuple):
     """How the files of a source are read. Errors name the config keys: ``path_key`` of the path,
-    and those of ``section``. ``decoder`` reads token ids; it is None if there is no tokenizer.
+    and those of ``section``. ``decoder`` reads token ids; it is None if there is no tokenizer. A
+    record has a text, or with another ``data_format`` a conversation (``train.text.chat``).
     """
 
     text_field: str = "text"
@@ -69,6 +70,7 @@ class Reading(NamedTuple):
     split_on: str | None = None
     split_bytes: int | None = None
     decoder: IdDecoder | None = None
+    data_format: str = PLAIN
 
     @property
     def section(self) -> str:

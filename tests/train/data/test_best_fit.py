@@ -29,10 +29,10 @@ def by_definition(lengths: list[int], capacity: int) -> list[list[int]]:
 def test_the_sums_are_those_of_the_definition(lengths, more):
     """Bins of equal room may be chosen in any order: the sums of all bins are equal."""
     capacity = max(lengths, default=1) + more
-    found, expected = (
-        best_fit(np.array(lengths, np.int64), capacity),
-        by_definition(lengths, capacity),
-    )
+    items, numbers = best_fit(np.array(lengths, np.int64), capacity)
+    assert numbers.tolist() == sorted(numbers)
+    found = [items[numbers == number].tolist() for number in range(len({*numbers.tolist()}))]
+    expected = by_definition(lengths, capacity)
     sums = [sorted(sum(lengths[n] for n in own) for own in bins) for bins in (found, expected)]
     assert sums[0] == sums[1]
     assert sorted(n for own in found for n in own) == list(range(len(lengths)))

@@ -168,7 +168,7 @@ def test_nothing_in_an_index_is_executed(folder, monkeypatch, tmp_path, whole):
         with np.load(folder / "index.npz") as index:
             columns = dict(index)
         np.savez(folder / "index.npz", **{**columns, "row": np.array([Trap()] * 5, object)})
-    with pytest.raises(DamagedError, match="pickle"):
+    with pytest.raises(DamagedError, match=r"cannot be read|has row of object"):
         reopen(folder)
     assert not (tmp_path / "trap").exists()
 

@@ -234,15 +234,15 @@ def test_a_document_that_cannot_be_tokenised_is_named(mixture, monkeypatch):
 
 def test_of_two_hosts_that_build_at_once_the_first_to_finish_wins(config, monkeypatch):
     """The other host's lock is not visible: its folder appears while this one writes."""
-    write = shards._write
+    write = shards.write_corpus
 
     def write_while_another_finishes(data, files, folder, console):
         write(data, files, folder, console)
-        monkeypatch.setattr(shards, "_write", write)
+        monkeypatch.setattr(shards, "write_corpus", write)
         monkeypatch.setattr(socket, "gethostname", lambda: "another")
         shards._build(data, files, folder.parent / shards.cache_key(data, files))
 
-    monkeypatch.setattr(shards, "_write", write_while_another_finishes)
+    monkeypatch.setattr(shards, "write_corpus", write_while_another_finishes)
     assert len(open_corpus(config.data).train)
     assert not list(Path(config.data.cache_dir).glob("*.tmp"))
 

@@ -17,7 +17,9 @@ from tests.train.trainers import make_trainer, shrink, tensors_of, weights
 from train.config import Config, ConfigError, SourceConfig
 from train.engine.checkpoint import checkpoints_in
 from train.engine.parallel import ParallelLayout
+from train.model import initialise
 from train.run.run_folder import RunFolder
+from train.tasks.load_model import load_model
 from train.tasks.resume import prepare_folder
 
 ALONE = ParallelLayout(0, 1, 1, torch.device("cpu"))
@@ -343,3 +345,45 @@ def test_weights_of_other_tokens_are_refused(config, text_folder, tmp_path, key)
         ConfigError, match=rf"was made with other tokens; give data\.tokenizer={origin}/tokenizer"
     ):
         make_trainer(heir)
+
+
+def test_no_weights_are_drawn_that_a_start_loads(config, monkeypatch, tmp_path):
+    """A run that continues, one from another's weights, and a loaded model; a new run draws."""
+    drawn, draw = [], initialise.draw
+    monkeypatch.setattr(initialise, "draw", lambda *a: (drawn.append(1), draw(*a)))
+    by_torch = lambda values, *a, **k: values.is_meta or drawn.append(1)  # noqa: E731
+    monkeypatch.setattr(torch.nn.init, "normal_", by_torch)
+    config.train.steps, config.optim.schedule_steps, config.optim.final_lr_ratio = 4, 8, 0.1
+
+    def start(**changes: object) -> tuple[bool, torch.Tensor]:
+        drawn.clear()
+        changed = dataclasses.replace(config, **changes)
+        trainer = make_trainer(changed)
+        trainer.close()
+        return bool(drawn), weights(trainer)
+
+    trainer = make_trainer(config)
+    assert drawn
+    trainer.train()
+    trainer.close()
+    trained = weights(trainer)
+    more = dataclasses.replace(config.train, steps=8)
+    again, values = start(train=more)
+    assert not again
+    assert torch.equal(values, trained)
+    other = dataclasses.replace(config.run, dir=str(tmp_path / "other"))
+    origin = dataclasses.replace(config.checkpoint, init_from=config.run.dir)
+    again, values = start(run=other, checkpoint=origin)
+    assert not again
+    assert torch.equal(values, trained)
+    drawn.clear()
+    loaded = load_model(config, RunFolder(config), ALONE, None, print)
+    assert not drawn
+    assert torch.equal(
+        torch.cat([p.detach().flatten() for p in loaded.model.parameters()]), trained
+    )
+    over = dataclasses.replace(config.run, overwrite=True)
+    never = dataclasses.replace(config.checkpoint, resume="never")
+    again, values = start(run=over, checkpoint=never)
+    assert again
+    assert not torch.equal(values, trained)

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from train.config import ConfigError
-from train.data.removal import discard, remove, require_removal
 from train.hf.origin import keep_origin
+from train.paths import discard, remove, require_removal
 
 
 def test_files_folders_and_links_are_removed_and_targets_stay(tmp_path):

@@ -1,0 +1,88 @@
+"""What one process of a host does for all of its user's: checks, and arrays that all map.
+
+The files lie in the folder for temporary files, which is that of one host. The operating system
+releases the lock of a process that dies, and another process then does the work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from train.paths import unusable
+
+UNUSED_S = 3600.0  # age at which an array is removed; who has mapped it still has it
+
+
+def once(names: Any, work: Callable[[], str]) -> str:
+    """The result of ``work``; of those who wait for it at the same time, one does it.
+
+    ``names``, JSON, identify it. A result is used by processes that asked before it was complete,
+    and by no later one: what it depends on may have changed. Raises what ``work`` raises, and
+    ``ConfigError`` if the disk has no room.
+    """
+    asked, path = time.time(), _path(names, ".json")
+    with FileLock(f"{path}.lock"):
+        try:
+            completed, result = json.loads(path.read_text())
+        except (OSError, ValueError, TypeError):
+            completed, result = 0.0, ""
+        if asked <= completed <= time.time():
+            return result
+        result = work()
+        try:
+            path.write_text(json.dumps([time.time(), result]))
+        except OSError as error:
+            raise unusable("TMPDIR", path.parent, "written to", error) from None
+        return result
+
+
+def shared_array(
+    names: Any, width: int, rows: Callable[[], Iterable[NDArray[np.int64]]]
+) -> NDArray[np.int64]:
+    """The array (n, width) int64 of all ``rows``, n > 0, read only, in memory that all share.
+
+    ``names``, JSON, identify its content. Raises ``ConfigError`` if the disk has no room.
+    """
+    path = _path(names, ".rows")
+    try:
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                _remove_unused(path.parent)
+                unfinished = path.with_suffix(".tmp")  # of this process, or of one that died
+                with unfinished.open("wb") as file:
+                    for some in rows():
+                        file.write(np.ascontiguousarray(some, np.int64).tobytes())
+                unfinished.replace(path)
+            return np.asarray(np.memmap(path, np.int64, mode="r")).reshape(-1, width)
+    except OSError as error:
+        raise unusable("TMPDIR", path.parent, "written to", error) from None
+
+
+def _path(names: Any, suffix: str) -> Path:
+    """The file of ``names``, in a folder of the user's own."""
+    name = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20]
+    folder = Path(tempfile.gettempdir()) / f"ringfa3-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+            raise PermissionError(0, "it belongs to another user")
+    except OSError as error:
+        raise unusable("TMPDIR", folder, "made", error) from None
+    return folder / f"{name}{suffix}"
+
+
+def _remove_unused(folder: Path) -> None:
+    for path in folder.glob("*.rows"):
+        if path.stat().st_mtime < time.time() - UNUSED_S:
+            path.unlink(missing_ok=True)
