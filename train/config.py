@@ -183,6 +183,7 @@ class ParallelConfig:
 class EngineConfig:
     name: str = "ddp"
     shard: str | None = None
+    reduce: str | None = None
     stage: int | None = None
     offload: str | None = None
 

@@ -40,7 +40,7 @@ from train.model.window import narrowed, window_size
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS normalisation of the last dimension, in float32, in the dtype of x."""
-    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 class RMSNorm(nn.Module):

@@ -24,7 +24,15 @@ TOKENS, ROWS = 128, 300
 
 def make(layers: int, residual: str, memory: MemoryConfig, qk_norm: bool) -> tuple[Job, Config]:
     config = Config(
-        model=ModelConfig(layers, 4, 2, dim=96, head_dim=64, ffn_dim=160, qk_norm=qk_norm),
+        model=ModelConfig(
+            n_layers=layers,
+            n_heads=4,
+            n_kv_heads=2,
+            dim=96,
+            head_dim=64,
+            ffn_dim=160,
+            qk_norm=qk_norm,
+        ),
         memory=memory,
     )
     config.data.seq_len, config.data.vocab_size = TOKENS, ROWS
