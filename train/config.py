@@ -215,6 +215,7 @@ class MemoryConfig:
     loss_chunk: int | None = None
     offload: str = "none"
     offload_layers: int | None = None
+    recompute_layers: int | None = None
     force: bool = False
 
     def loss_tokens(self, rows: int) -> int:
@@ -223,16 +224,21 @@ class MemoryConfig:
             return self.loss_chunk
         return max(LEAST_LOSS_TOKENS, MOST_LOGITS // rows)
 
-    @property
-    def attention_forwards(self) -> int:
-        """How often attention's forward runs in a step: twice where the backward recomputes it."""
-        return 2 if self.recompute == "full" else 1
+    def recomputed(self, n_layers: int) -> int:
+        """How many of ``n_layers`` layers the backward recomputes: the first ones."""
+        if self.recompute == "none":
+            return 0
+        return n_layers if self.recompute_layers is None else self.recompute_layers
 
     def offloaded(self, n_layers: int) -> int:
-        """How many of ``n_layers`` layers offload their tensors: the first ones, not the last."""
+        """How many of ``n_layers`` layers offload their tensors: the first of those that recompute.
+
+        The last of those does not: its backward fetches the tensors of the one before it.
+        """
         if self.offload == "none":
             return 0
-        return n_layers - 1 if self.offload_layers is None else self.offload_layers
+        last = self.recomputed(n_layers) - 1
+        return last if self.offload_layers is None else self.offload_layers
 
 
 @dataclass

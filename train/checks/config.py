@@ -71,6 +71,7 @@ MINIMUM = {
     "train.accumulation": 1,
     "train.batch_tokens": 1,
     "train.seed": 0,
+    "memory.recompute_layers": 1,
     "memory.mlp_chunk": 1,
     "memory.loss_chunk": 1,
     "memory.offload_layers": 1,

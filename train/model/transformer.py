@@ -187,6 +187,7 @@ class Transformer(nn.Module):
         self.residual = residual
         memory = memory or MemoryConfig()
         self.recompute = memory.recompute
+        self.recomputed = memory.recomputed(model.n_layers)
         self.offload = None
         if memory.offload != "none":
             keeps, everything = memory.recompute == "attention-saving", memory.offload == "all"
@@ -194,16 +195,14 @@ class Transformer(nn.Module):
             self.offload = Offload(blocks, tokens, keeps, everything)
         self.rows = vocab_size  # rows of embedding and head
         self.embedding = nn.Embedding(vocab_size, model.dim, dtype=torch.float32)
-        chunk = memory.mlp_chunk
-        if chunk is None and memory.recompute != "none" and not compile:
-            chunk = ALL
-        self.blocks = nn.ModuleList(
-            Block(model, attention, chunk, model.window(layer), **ring)
-            for layer in range(model.n_layers)
-        )
-        if compile:
-            for block in self.blocks:
-                block.compiled = compiled_block(memory.recompute)
+        self.blocks = nn.ModuleList()
+        for layer in range(model.n_layers):
+            recomputes = layer < self.recomputed
+            chunk = memory.mlp_chunk or (ALL if recomputes and not compile else None)
+            block = Block(model, attention, chunk, model.window(layer), **ring)
+            if compile:
+                block.compiled = compiled_block(memory.recompute if recomputes else "none")
+            self.blocks.append(block)
         self.norm = RMSNorm(model.dim, model.norm_eps, fused=compile)
         self.output = None
         if not model.tied_embeddings:
@@ -243,7 +242,7 @@ class Transformer(nn.Module):
     def _run(
         self, number: int, block: nn.Module, x_TD: Tensor, rotations: Rotation, plan: Any
     ) -> Tensor:
-        if self.recompute == "none" or self.compile or not torch.is_grad_enabled():
+        if number >= self.recomputed or self.compile or not torch.is_grad_enabled():
             return block(x_TD, rotations, plan)
         if self.offload is not None:
             return self.offload.checkpoint(number, block, x_TD, rotations, plan)

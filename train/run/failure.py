@@ -142,6 +142,8 @@ def memory_advice(config: Config) -> str:
     ring = config.train.attention == "ringfa3"
     if memory.recompute == "none":
         ways["memory.recompute"] = "attention-saving" if ring else "full"
+    elif memory.recompute_layers is not None:
+        ways["memory.recompute_layers"] = "null"
     if memory.mlp_chunk is None or memory.mlp_chunk > 16384:
         ways["memory.mlp_chunk"] = "16384"
     most = "all" if ring and memory.recompute != "full" else "residual"
