@@ -15,7 +15,9 @@ ORDER = [
     "slurm",
     "recipe",
     "sections",
+    "hardware",
     "config",
+    "compile_choice",
     "keys",
     "paths",
     "data",
@@ -30,7 +32,7 @@ ORDER = [
     "probes",
     "pretrain",
 ]
-PACKAGES = ORDER[7:-1]
+PACKAGES = ORDER[ORDER.index("data") : -1]
 HYDRA_MODULES = {"pretrain", "config", "sweep"}
 MODULES = [path.relative_to(TRAIN) for path in sorted(TRAIN.rglob("*.py"))]
 

@@ -1,4 +1,4 @@
-"""The checks of ``memory.offload`` and ``recompute_layers`` against the other keys of their group."""
+"""The checks of ``memory.offload`` and ``memory.recompute_layers`` against ``memory.*``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def check_offload(memory: MemoryConfig, n_layers: int) -> None:
             "nearest valid: memory.recompute=attention-saving (or memory.offload=residual)"
         )
     if memory.offload != "none" and not 1 <= memory.offloaded(n_layers) < recomputed:
-        advice = f"memory.offload_layers={recomputed - 1}" if recomputed > 1 else "memory.offload=none"
+        advice = (
+            f"memory.offload_layers={recomputed - 1}" if recomputed > 1 else "memory.offload=none"
+        )
         raise ConfigError(
             f"{key} with memory.offload_layers={memory.offload_layers}: of the {recomputed} layers "
             f"that recompute, the last stays on the device; nearest valid: {advice}"

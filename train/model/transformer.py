@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
+from train.compile_choice import compiles
 from train.config import Config, MemoryConfig, ModelConfig
 from train.data.batches import Batch
 from train.data.samples import IGNORED
@@ -325,7 +326,7 @@ def build_model(
             attention=config.train.attention,
             residual=getattr(torch, config.train.residual),
             tokens=-(-config.data.seq_len // config.parallel.cp),
-            compile=config.train.compile == "block",
+            compile=compiles(config, device.type == "cuda"),
             group=cp_group,
             layout=config.parallel.layout,
             transport=config.parallel.transport,

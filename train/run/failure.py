@@ -147,7 +147,7 @@ def memory_advice(config: Config) -> str:
     if memory.mlp_chunk is None or memory.mlp_chunk > 16384:
         ways["memory.mlp_chunk"] = "16384"
     most = "all" if ring and memory.recompute != "full" else "residual"
-    can_offload = config.model.n_layers > 1 and config.train.compile == "none"
+    can_offload = config.model.n_layers > 1 and config.train.compile != "block"
     if memory.offload not in (most, "all") and can_offload:
         ways["memory.offload"] = most
     elif memory.recompute == "attention-saving" and memory.offload == "none":

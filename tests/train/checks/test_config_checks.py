@@ -74,11 +74,11 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
                 "memory.recompute": "attention-saving",
             },
             "memory.offload=residual moves tensors while a block runs, which a compiled block "
-            "cannot; nearest valid: train.compile=none (or memory.offload=none)",
+            "cannot; nearest valid: train.compile=auto (or memory.offload=none)",
         ),
         (
             {"train.compile": "block", "train.attention": "sdpa"},
-            "nearest valid: train.attention=ringfa3 (or train.compile=none)",
+            "nearest valid: train.compile=auto (or train.attention=ringfa3)",
         ),
         ({"memory.offload": "al"}, "nearest valid: memory.offload=all"),
         (

@@ -28,9 +28,7 @@ from train.engine.parallel import ParallelLayout
 ROWS = 300
 MODELS = ({}, {"tied_embeddings": True, "qkv_bias": True})
 LENGTHS = ([37, 91], [5, 60, 63], [128])  # of three micro-batches; a rank cuts each elsewhere
-MODEL = ModelConfig(
-    n_layers=2, n_heads=4, n_kv_heads=2, dim=64, ffn_dim=160, zero_init=False
-)
+MODEL = ModelConfig(n_layers=2, n_heads=4, n_kv_heads=2, dim=64, ffn_dim=160, zero_init=False)
 
 
 def make(kind: type[Engine], precision: str, reduce: str = "micro", **model: Any) -> Engine:
@@ -103,7 +101,7 @@ def _measure(_: dist.ProcessGroup) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", range(len(MODELS)))
 def test_gathers_in_bfloat16_cost_no_more_than_its_products(ranks, number):
-    """Each gradient's error against float32 is at most 1.1 times that of ddp in bfloat16, and 5e-4 more.
+    """Errors of gradients against float32: at most 1.1 times those of ddp in bfloat16, plus 5e-4.
 
     ddp rounds weights in the products, too; fsdp2 also rounds gains, and a rank's gradients once
     for each micro-batch.
