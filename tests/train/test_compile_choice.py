@@ -93,8 +93,9 @@ def test_a_run_goes_on_without_compiled_blocks_if_it_began_so(config):
 
 
 def test_settings_of_a_version_without_the_key_mean_uncompiled_blocks():
-    assert from_plain({"train": {"steps": 3}}).train.compile == "none"
-    assert from_plain({"train": {"compile": "block"}}).train.compile == "block"
+    data = {"path": None}
+    assert from_plain({"data": data, "train": {"steps": 3}}).train.compile == "none"
+    assert from_plain({"data": data, "train": {"compile": "block"}}).train.compile == "block"
 
 
 @pytest.mark.parametrize(

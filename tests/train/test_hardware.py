@@ -29,9 +29,7 @@ CONFIGS = Path(__file__).absolute().parents[2] / "configs"
 def test_a_gpu_is_found_by_its_name(tmp_path, model, name):
     folder = tmp_path / "proc/driver/nvidia/gpus/0000:18:00.0"
     folder.mkdir(parents=True)
-    (folder / "information").write_text(
-        f"Model: \t\t {model}\nIRQ:   \t\t 18\nGPU UUID: \t GPU-1\n"
-    )
+    (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 18\nGPU UUID: 1\n")
     assert hardware_here(tmp_path) == name
     assert (CONFIGS / "hardware" / f"{name}.yaml").is_file()
 
