@@ -89,7 +89,7 @@ def _errors(model: dict[str, Any]) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     """What each of two ranks measures."""
-    return sacrifice(2, 60, _measure, limit=60.0)
+    return sacrifice(2, 120, _measure, limit=240.0)
 
 
 def _measure(_: dist.ProcessGroup) -> dict[str, Any]:
