@@ -16,6 +16,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from train.hardware import hardware_here
 from train.recipe import recipe_of
 from train.sections import (
     EstimateConfig,
@@ -46,7 +47,7 @@ class ConfigError(ValueError):
 FULL = "full"  # in model.windows: no window
 NO_EOS = "none"  # as data.eos_token: no token ends a document
 PLAIN, CHAT, COMPLETION = FORMATS = ("text", "chat", "completion")  # of data.format
-AUTO = "auto"  # as train.eval_bytes or train.final_eval_bytes: at least these bytes
+AUTO = "auto"  # as train.eval_bytes or train.final_eval_bytes: at least these bytes; train.compile
 AUTO_BYTES = {"eval_bytes": 100_000, "final_eval_bytes": 16_000_000}
 # The default chunk of the loss has at most 2^26 logits, but at least 1,024 tokens: matrix products
 # of fewer rows are slow.
@@ -191,6 +192,7 @@ class ParallelConfig:
 class EngineConfig:
     name: str = "ddp"
     shard: str | None = None
+    reduce: str | None = None
     stage: int | None = None
     offload: str | None = None
 
@@ -206,7 +208,7 @@ class TrainConfig:
     seed: int = 0
     deterministic: bool = False
     attention: str = "ringfa3"
-    compile: str = "none"
+    compile: str = "auto"
     eval_every: int = 100
     eval_bytes: int | str | None = AUTO
     final_eval_bytes: int | str | None = AUTO
@@ -222,6 +224,7 @@ class MemoryConfig:
     loss_chunk: int | None = None
     offload: str = "none"
     offload_layers: int | None = None
+    recompute_layers: int | None = None
     force: bool = False
 
     def loss_tokens(self, rows: int) -> int:
@@ -230,16 +233,21 @@ class MemoryConfig:
             return self.loss_chunk
         return max(LEAST_LOSS_TOKENS, MOST_LOGITS // rows)
 
-    @property
-    def attention_forwards(self) -> int:
-        """How often attention's forward runs in a step: twice where the backward recomputes it."""
-        return 2 if self.recompute == "full" else 1
+    def recomputed(self, n_layers: int) -> int:
+        """How many of ``n_layers`` layers the backward recomputes: the first ones."""
+        if self.recompute == "none":
+            return 0
+        return n_layers if self.recompute_layers is None else self.recompute_layers
 
     def offloaded(self, n_layers: int) -> int:
-        """How many of ``n_layers`` layers offload their tensors: the first ones, not the last."""
+        """How many of ``n_layers`` layers offload their tensors: the first of those that recompute.
+
+        The last of those does not: its backward fetches the tensors of the one before it.
+        """
         if self.offload == "none":
             return 0
-        return n_layers - 1 if self.offload_layers is None else self.offload_layers
+        last = self.recomputed(n_layers) - 1
+        return last if self.offload_layers is None else self.offload_layers
 
 
 @dataclass
@@ -304,7 +312,8 @@ RENAMED = {"train.recompute": "memory.recompute", "train.loss_chunk": "memory.lo
 
 
 def register_schema() -> None:
-    """Register ``Config`` with Hydra as ``schema``, the first entry of ``configs/config.yaml``.
+    """Register ``Config`` with Hydra as ``schema``, the first entry of ``configs/config.yaml``,
+    and the default of the group ``hardware``.
 
     No key of ``model`` has a value there, so that ``fill_model`` finds the keys that no file sets.
     Neither have the learning rate and the batch, which ``resolve`` chooses by the model's size.
@@ -315,6 +324,7 @@ def register_schema() -> None:
             if entry.name not in ("rope", "inherit"):
                 setattr(section, entry.name, MISSING)
     config.optim.lr = config.train.batch_tokens = MISSING
+    OmegaConf.register_new_resolver("hardware_here", hardware_here, replace=True)
     ConfigStore.instance().store(name="schema", node=config)
 
 
@@ -363,8 +373,9 @@ def from_plain(values: dict[str, Any]) -> Config:
     """A ``Config`` from nested dictionaries (parsed JSON); missing keys get their defaults.
 
     Keys of earlier versions get their new names. A RoPE factor without a type means Llama 3's type,
-    the only one of earlier versions, and data without ``eos_token`` documents without one. Raises
-    ``ConfigError`` for values that no ``Config`` can have, such as a key of a later version.
+    the only one of earlier versions. Data without ``eos_token`` means documents without one, and a
+    run without ``train.compile`` uncompiled blocks. Raises ``ConfigError`` for values that no
+    ``Config`` can have, such as a key of a later version.
     """
     if not isinstance(values, dict):
         raise ConfigError("the sections of a config are missing")
@@ -377,6 +388,8 @@ def from_plain(values: dict[str, Any]) -> Config:
             kept = {k: value for k, value in values[section].items() if k != key}
             moved = values.get(present, {}) | {name: values[section][key]}
             values = values | {section: kept, present: moved}
+    if "train" in values:
+        values = values | {"train": {"compile": "none"} | values["train"]}
     if "data" in values:
         values = values | {"data": {"eos_token": NO_EOS} | values["data"]}
     rope = values.get("model", {}).get("rope")

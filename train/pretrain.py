@@ -1,8 +1,9 @@
 """Entry point of the trainer: ``[torchrun ...] train/pretrain.py [group=option] [key=value]``, or
 ``srun python train/pretrain.py ...``; with ``-m`` for a sweep.
 
-Exit codes: 0 done, 1 failed while running, 2 invalid config or a missing package (every process
-detects it before any process group exists, one per host prints it), 130 interrupted.
+Exit codes: 0 done, 1 failed while running or does not fit (mode=estimate), 2 invalid config or a
+missing package (every process detects it before any process group exists, one per host prints it),
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -271,7 +272,8 @@ def run_mode(config: Config, world: int, stopper: Stopper | None) -> None:
         case "estimate":
             from train.tasks import estimate
 
-            estimate.run(config, world)
+            if not estimate.run(config, world):
+                sys.exit(1)
         case "verify":
             from train.tasks import verify
 

@@ -72,13 +72,15 @@ class HardwareConfig:
     nccl_gb: float = 2.1
     peak_tflops: float = 989.0
     head_dims: list[int] = field(default_factory=lambda: [64, 128])
-    forward_tflops: list[float] = field(default_factory=lambda: [600.0, 650.0])
-    backward_tflops: list[float] = field(default_factory=lambda: [545.0, 600.0])
+    forward_tflops: list[float] = field(default_factory=lambda: [600.0, 743.0])
+    backward_tflops: list[float] = field(default_factory=lambda: [585.0, 625.0])
     widths: list[int] = field(default_factory=lambda: [768, 2048, 4096])
-    matmul_tflops: list[float] = field(default_factory=lambda: [610.0, 650.0, 700.0])
+    matmul_tflops: list[float] = field(default_factory=lambda: [610.0, 665.0, 720.0])
     elementwise_bytes: float = 780.0
+    compiled_bytes: float = 300.0
     memory_gb_s: float = 4300.0
-    link_gb_s: float = 130.0
+    link_gb_s: float = 248.0
+    network_gb_s: float = 50.0
     host_link_gb_s: float = 50.0
 
 

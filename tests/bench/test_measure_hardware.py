@@ -79,7 +79,8 @@ def test_the_trainer_reads_the_file(figures: dict[str, float], tmp_path: Path) -
     assert read.link_gb_s == (default.link_gb_s if alone else 300.0)
     heading = " ".join(line[2:] for line in text.splitlines() if line.startswith("# "))
     defaults = heading.partition("not measured: ")[2].rstrip(".").split(", ")
-    always = ["host_gb", "peak_tflops", "elementwise_bytes"]
+    always = ["host_gb", "peak_tflops", "elementwise_bytes", "compiled_bytes"]
+    always.append("network_gb_s")
     assert set(defaults) == {*always, *(["nccl_gb", "link_gb_s"] if alone else [])}
 
 

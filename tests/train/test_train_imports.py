@@ -15,7 +15,9 @@ ORDER = [
     "slurm",
     "recipe",
     "sections",
+    "hardware",
     "config",
+    "compile_choice",
     "keys",
     "paths",
     "host",
@@ -32,7 +34,7 @@ ORDER = [
     "probes",
     "pretrain",
 ]
-PACKAGES = ORDER[8:-1]
+PACKAGES = ORDER[ORDER.index("text") : -1]
 HYDRA_MODULES = {"pretrain", "config", "sweep"}
 MODULES = [path.relative_to(TRAIN) for path in sorted(TRAIN.rglob("*.py"))]
 

@@ -11,7 +11,7 @@ from train.keys import nearest
 # The keys of each engine with their values. The keys of other engines must be null.
 ENGINES = {
     "ddp": {},
-    "fsdp2": {"shard": ("all", "host")},
+    "fsdp2": {"shard": ("all", "host"), "reduce": ("micro", "step")},
     "deepspeed": {"stage": (1, 2, 3), "offload": ("none", "optimizer", "all")},
 }
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from train.config import Config, ConfigError
-from train.hf.architecture import CONFIG, PREFIX, hf_folder, read_model
+from train.hf.architecture import (
+    CONFIG,
+    PREFIX,
+    hf_folder,
+    ignored_rope_keys,
+    read_model,
+    require_folder,
+)
 from train.hf.names import hf_name, shapes
-from train.hf.stored import stored_tensors
+from train.hf.stored import stored_tensors, tie_head
 from train.paths import expand
 
 TOKENIZER = "tokenizer.json"
@@ -23,11 +31,10 @@ def check_origin(config: Config) -> None:
     if folder is None:
         return
     given = f"checkpoint.init_from={config.checkpoint.init_from}"
-    if not (folder / CONFIG).is_file():
-        raise ConfigError(
-            f"{given}: {folder} must be a folder with {CONFIG}, as saved by transformers"
-        )
+    require_folder(folder, config.checkpoint.init_from)
     _check_model(config, read_model(folder))
+    if (keys := ignored_rope_keys(folder)) and os.environ.get("RANK", "0") == "0":
+        print(f"{given}: RoPE has no {', '.join(keys)}; ignored, as by transformers", flush=True)
     _check_tensors(config, folder, given)
     _check_vocabulary(config, folder, given)
 
@@ -44,8 +51,9 @@ def _check_model(config: Config, there: dict[str, Any]) -> None:
 
 
 def _check_tensors(config: Config, folder: Path, given: str) -> None:
-    stored = stored_tensors(folder)
-    model = config.model
+    stored, model = stored_tensors(folder), config.model
+    if model.tied_embeddings:
+        stored = tie_head(stored, given)
     wanted = {hf_name(name): shape for name, shape in shapes(model, model.rows(1)).items()}
     for name, shape in wanted.items():
         if name not in stored:
@@ -55,8 +63,7 @@ def _check_tensors(config: Config, folder: Path, given: str) -> None:
                 f"{given}: {name} is {list(stored[name].shape)}; {CONFIG} says {list(shape)}"
             )
     if extra := sorted(stored.keys() - wanted.keys()):
-        tied = " (embeddings are tied)" if model.tied_embeddings and "lm_head" in extra[0] else ""
-        raise ConfigError(f"{given} has the tensor {extra[0]}, which the model does not have{tied}")
+        raise ConfigError(f"{given} has the tensor {extra[0]}, which the model does not have")
 
 
 def _check_vocabulary(config: Config, folder: Path, given: str) -> None:

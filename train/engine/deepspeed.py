@@ -68,7 +68,7 @@ class DeepSpeedEngine(Engine):
     def _partition(self, model: LanguageModel) -> None:
         """Initialise the parts of the model one by one, and keep this rank's partition of each."""
         transformer = model.transformer
-        if self.config.train.compile == "block":  # no hooks inside of the graphs
+        if transformer.compile:  # no hooks inside of the graphs
             self.library.utils.set_z3_leaf_modules(model, [Block])
         apart = {f"blocks.{n}.": block for n, block in enumerate(transformer.blocks)}
         apart |= {"embedding.": transformer.embedding, "norm.": transformer.norm}

@@ -25,9 +25,15 @@ from train.model.transformer import LanguageModel, build_model
 class FSDP2Engine(Engine):
     """PyTorch's ``fully_shard``: each block, the embedding and the head are separate FSDP units.
 
-    A tied embedding is gathered with the last norm, in the root unit, for the whole step. Weights
-    are gathered and gradients reduced in float32. A rank holds the unsharded gradients of a step
-    until its last micro-batch.
+    A tied embedding is gathered with the last norm, in the root unit, for the whole step. Blocks
+    and an untied head are gathered in the dtype of matrix products: a product rounds its weights to
+    it anyway. The embedding and the last norm are gathered in float32: no product rounds their
+    rows, and the gradient of the embedding sums over tokens in its dtype. This rank's shards are
+    float32, and so is every reduction.
+
+    ``engine.reduce=micro`` reduces the gradients of each micro-batch to shards. Hosts that hold
+    replicas add theirs after the last one. With ``step`` a rank holds whole gradients in float32
+    until the last micro-batch.
     """
 
     def _build(self, n_tokens: int) -> LanguageModel:
@@ -39,19 +45,22 @@ class FSDP2Engine(Engine):
         self.mesh = make_mesh(self.config, self.parallel)
         if self.mesh.ndim > 1:  # it has groups of its own
             self.groups = self.mesh.get_all_groups()
-        units: list[nn.Module] = list(transformer.blocks)
+        products: list[nn.Module] = list(transformer.blocks)
+        looked_up: list[nn.Module] = [model]
         if transformer.output is not None:
-            units += [transformer.embedding, transformer.output]
-        self.units = [*units, model]
-        # The root reshards too. Otherwise its weights would stay gathered after an evaluation, and
-        # be stale in the forward after the next update.
+            products.append(transformer.output)
+            looked_up = [transformer.embedding, model]
+        self.units = [*products, *looked_up]  # the root is the last one
         for module in self.units:
-            fully_shard(
-                module,
-                mesh=self.mesh,
-                mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
-                reshard_after_forward=True,
+            # Inputs are not cast: the residual stream has a dtype of its own.
+            policy = MixedPrecisionPolicy(
+                param_dtype=model.dtype if module in products else torch.float32,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
             )
+            # The root reshards too. Otherwise its weights would stay gathered after an evaluation,
+            # and be stale in the forward after the next update.
+            fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=True)
         model.to_empty(device=self.parallel.device)
         if self.draw:
             initialise(transformer, self.config.model, self.config.train.seed, _local_rows)
@@ -82,7 +91,10 @@ class FSDP2Engine(Engine):
             module.register_forward_hook(after_gather)
 
     def backward(self, batch: Batch, scale: Tensor, last: bool) -> Tensor:
-        self.model.set_requires_gradient_sync(last)
+        if self.config.engine.reduce == "step":
+            self.model.set_requires_gradient_sync(last)
+        else:
+            self.model.set_requires_all_reduce(last)
         losses = self.model(batch)
         (losses.sum() * scale).backward()
         return losses.detach()

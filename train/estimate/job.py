@@ -9,13 +9,13 @@ from functools import cached_property
 
 from ringfa3 import plan_context
 from ringfa3.planning.context_plan import ContextPlan
+from train.compile_choice import compiles
 from train.config import Config, ConfigError, ModelConfig
 from train.hf.names import shapes
 
 COVERED = (
     "predictions cover bfloat16 on GPUs under engine=ddp and engine=fsdp2, with "
-    "train.compile=none, data.packing=stream, layers without windows, and rings over the NVLink "
-    "of a host"
+    "data.packing=stream, layers without windows, and rings over the NVLink of a host"
 )
 STATISTIC_DIMS = (64, 128, 256)  # head dims of the kernels
 
@@ -63,6 +63,11 @@ class Job:
         return self.gpus // self.config.parallel.cp
 
     @property
+    def compiled(self) -> bool:
+        """Whether blocks are compiled, on a GPU of a machine that has a compiler."""
+        return compiles(self.config, cuda=True, here=False)
+
+    @property
     def ranks_per_host(self) -> int:
         """Number of ranks on a host."""
         return min(self.gpus, self.per_host)
@@ -82,7 +87,6 @@ class Job:
         refused = {
             f"engine={config.engine.name}": config.engine.name == "deepspeed",
             f"train.attention={config.train.attention}": config.train.attention != "ringfa3",
-            f"train.compile={config.train.compile}": config.train.compile != "none",
             "train.deterministic=true": config.train.deterministic,
             f"model.windows={config.model.windows}": config.model.windows is not None,
             f"data.packing={config.data.packing}": config.data.packing != "stream",

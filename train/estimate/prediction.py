@@ -8,11 +8,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from train.checks.compile import check_compile
+from train.checks.offload import check_offload
 from train.config import Config, ConfigError
 from train.estimate.host_memory import host_memory
 from train.estimate.job import Job, UnpredictableError
 from train.estimate.memory import MemoryEstimate, estimate_memory
 from train.estimate.step_time import StepTime, estimate_time
+from train.keys import shown
 from train.run.held_run import allowed_changes
 
 # Settings that need less memory, the cheaper ones first. A change uses each key at most once.
@@ -22,17 +25,19 @@ CHANGES: tuple[tuple[str, object], ...] = (
     ("train.residual", "bfloat16"),
     ("memory.loss_chunk", 512),
     ("memory.mlp_chunk", 4096),
+    ("memory.recompute_layers", None),
     ("memory.recompute", "attention-saving"),
     ("engine", "fsdp2"),
     ("memory.offload", "residual"),
     ("memory.offload", "all"),
     ("memory.recompute", "full"),
 )
+ALL_RECOMPUTE = "memory.recompute_layers=null"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes of a device and of a host."""
+    """Bytes of a device and of a host; infinite if unknown."""
 
     device: float
     host: float
@@ -77,13 +82,17 @@ def predict(job: Job) -> Prediction:
         return Prediction(job, memory, None, str(error))
 
 
-def limits_of(config: Config, device: float | None = None) -> Limits:
-    """The limits of ``config.hardware``; without ``host_gb``, with this machine's host memory.
+def limits_of(config: Config, here: bool, device: float | None = None) -> Limits:
+    """The limits of ``config.hardware``.
 
-    ``device``, in bytes, overrides ``hardware.memory_gb``.
+    ``device``, in bytes, overrides ``hardware.memory_gb``. Without ``host_gb`` a job that runs
+    ``here`` has this machine's host memory, and any other job no limit.
     """
-    hardware = config.hardware
-    host = host_memory() if hardware.host_gb is None else hardware.host_gb * 1e9
+    hardware, host = config.hardware, math.inf
+    if hardware.host_gb is not None:
+        host = hardware.host_gb * 1e9
+    elif here:
+        host = host_memory()
     return Limits(device or hardware.memory_gb * 1e9, host)
 
 
@@ -92,6 +101,7 @@ def smallest_change(job: Job, limits: Limits) -> list[str]:
 
     Empty if the job fits, or if nothing helps. If no setting is enough, more GPUs share each
     sample. A start that continues a run does not change settings that determine the run's result.
+    If layers must recompute, only as many do as have to.
     """
     if not predict(job).problems(limits):
         return []
@@ -105,9 +115,28 @@ def smallest_change(job: Job, limits: Limits) -> list[str]:
             for number, (predicted, names) in enumerate(_changed(wider, size, allowed)):
                 if not predicted.problems(limits):
                     seconds = math.inf if predicted.time is None else predicted.time.total
-                    fitting.append((seconds, number, overrides + names))
+                    fitting.append((seconds, number, overrides + names, predicted.job))
             if fitting:
-                return min(fitting)[2]
+                _, _, names, fits = min(fitting, key=lambda found: found[:2])
+                if not any(name.startswith("memory.recompute") for name in names):
+                    return names
+                fewer = fewer_layers(fits, limits)
+                return [n for n in names if not (fewer and n == ALL_RECOMPUTE)] + fewer
+    return []
+
+
+def fewer_layers(job: Job, limits: Limits) -> list[str]:
+    """The override with the fewest layers that recompute; empty if all that do have to.
+
+    A job that offloads has none: copies hide behind the recomputation.
+    """
+    memory = job.config.memory
+    most = memory.recomputed(job.config.model.n_layers) if memory.offload == "none" else 0
+    for layers in range(1, most):
+        less = dataclasses.replace(memory, recompute_layers=layers)
+        config = dataclasses.replace(job.config, memory=less)
+        if not predict(dataclasses.replace(job, config=config)).problems(limits):
+            return [f"memory.recompute_layers={layers}"]
     return []
 
 
@@ -143,7 +172,7 @@ def _changed(job: Job, size: int, allowed: Sequence[str]) -> Iterator[tuple[Pred
         changed = _apply(config, dict(chosen))
         if changed is None:
             continue
-        names = [f"{key}={value}" for key, value in chosen]
+        names = [f"{key}={shown(value)}" for key, value in chosen]
         predicted = predict(dataclasses.replace(job, config=changed))
         time = predicted.time
         if time is not None and time.total > changed.parallel.timeout_s:
@@ -162,23 +191,24 @@ def _apply(config: Config, chosen: dict[str, object]) -> Config | None:
     for key, value in chosen.items():
         section, _, name = key.partition(".")
         if key == "engine":
-            engine = dataclasses.replace(engine, name=value, shard="all")
+            engine = dataclasses.replace(engine, name=value, shard="all", reduce="micro")
         elif section == "memory":
             memory = dataclasses.replace(memory, **{name: value})
         else:
             train = dataclasses.replace(train, **{name: value})
-    before, after = (m.recompute for m in (config.memory, memory))
-    if memory.offload != "none" and after == "none":
-        return None
-    if memory.offload == "all" and after == "full":
-        return None
-    if before == "full" and after != "full":
+    if config.memory.recompute == "full" and memory.recompute != "full":
         return None
     for chunk in ("mlp_chunk", "loss_chunk"):
         old, new = (getattr(m, chunk) for m in (config.memory, memory))
         if old is not None and new > old:
             return None
-    return dataclasses.replace(config, memory=memory, train=train, engine=engine)
+    changed = dataclasses.replace(config, memory=memory, train=train, engine=engine)
+    try:
+        check_offload(memory, config.model.n_layers)
+        check_compile(changed)
+    except ConfigError:
+        return None
+    return changed
 
 
 def _value(job: Job, key: str) -> object:

@@ -10,7 +10,7 @@ import numpy as np
 
 from train.config import Config, HardwareConfig
 from train.estimate.job import Job, UnpredictableError, parameters
-from train.estimate.memory import FULL, offloaded_bytes
+from train.estimate.memory import FULL, HALF, offloaded_bytes
 from train.model.flops import (
     AGAIN_PER_PAIR,
     BACKWARD_PER_PAIR,
@@ -62,12 +62,14 @@ def estimate_time(job: Job) -> StepTime:
     each = slowest * model.n_heads * model.resolved_head_dim() * model.n_layers
     linear = (flops.linear + flops.repeated_linear) / job.gpus
     elements = job.tokens * samples * model.dim * model.n_layers
-    # Recomputation repeats the forward of a block, which is a third of this work.
-    again = 1 if memory.recompute == "none" else 4 / 3
-    attention = FORWARD_PER_PAIR * memory.attention_forwards * each / forward
+    repeated = memory.recomputed(model.n_layers) / model.n_layers
+    attention = FORWARD_PER_PAIR * each / forward
+    attention *= 1 + repeated if memory.recompute == "full" else 1
     attention += (BACKWARD_PER_PAIR + AGAIN_PER_PAIR) * each / backward
     matmul = linear / _matmul_speed(config)
-    elementwise = again * elements * hardware.elementwise_bytes / (hardware.memory_gb_s * 1e9)
+    of_element = hardware.compiled_bytes if job.compiled else hardware.elementwise_bytes
+    # Recomputation repeats the forward of a block, which is a third of this work.
+    elementwise = (1 + repeated / 3) * elements * of_element / (hardware.memory_gb_s * 1e9)
     block, embedding, head = parameters(model, job.rows)
     total = model.n_layers * block + embedding + head
     update = ADAM_BYTES * total / job.sharded_over / (hardware.memory_gb_s * 1e9)
@@ -77,7 +79,7 @@ def estimate_time(job: Job) -> StepTime:
         "matrix products": matmul,
         "elementwise": elementwise,
         "optimiser": update,
-        "exposed communication": _exposed(job, hardware, total, busy),
+        "exposed communication": _exposed(job, hardware, total, embedding, busy),
         "exposed offload": _exposed_offload(job, hardware, busy),
     }
     return StepTime(seconds, flops, job.gpus, hardware.peak_tflops)
@@ -115,20 +117,35 @@ def _matmul_speed(config: Config) -> float:
     return float(np.interp(dim, hardware.widths, hardware.matmul_tflops)) * 1e12
 
 
-def _exposed(job: Job, hardware: HardwareConfig, total: int, busy: float) -> float:
+def _exposed(job: Job, hardware: HardwareConfig, total: int, embedding: int, busy: float) -> float:
     """Seconds of the collectives of weights and gradients that computation does not hide.
 
-    The backward, two thirds of the computation, hides them. Per micro-batch fsdp2 gathers twice; it
-    reduces once per step. ddp all-reduces once per step.
+    The backward, two thirds of the computation, hides them. Per micro-batch fsdp2 gathers twice. It
+    reduces as often, or with ``engine.reduce=step`` once. ddp all-reduces once per step.
     """
-    ranks = job.gpus
-    if ranks == 1:
-        return 0.0
-    if ranks > job.per_host:
-        raise UnpredictableError("the time of collectives between hosts cannot be predicted")
-    once = FULL * total * (ranks - 1) / ranks / (hardware.link_gb_s * 1e9)
-    rounds = 2 if job.config.engine.name == "ddp" else 2 * job.samples + 1
-    return max(0.0, rounds * once - 2 / 3 * busy)
+    engine = job.config.engine
+    if engine.name == "ddp":
+        return max(0.0, 2 * _collective(job, hardware, FULL * total, job.gpus) - 2 / 3 * busy)
+    gathered = HALF * (total - embedding) + FULL * embedding
+    reductions = 1 if engine.reduce == "step" else job.samples
+    seconds = 2 * job.samples * _collective(job, hardware, gathered, job.sharded_over)
+    seconds += reductions * _collective(job, hardware, FULL * total, job.sharded_over)
+    if job.sharded_over < job.gpus:  # HSDP: hosts all-reduce the shards once per step
+        shard = FULL * total / job.sharded_over
+        hosts = job.gpus // job.sharded_over
+        seconds += 2 * shard * (hosts - 1) / hosts / (hardware.network_gb_s * 1e9)
+    return max(0.0, seconds - 2 / 3 * busy)
+
+
+def _collective(job: Job, hardware: HardwareConfig, n_bytes: float, ranks: int) -> float:
+    """Seconds of an all-gather or reduce-scatter of ``n_bytes`` over ``ranks`` ranks.
+
+    Over several hosts NCCL gives each GPU's network card its share of the bytes.
+    """
+    speed = hardware.link_gb_s
+    if ranks > job.ranks_per_host:
+        speed = min(speed, hardware.network_gb_s * job.ranks_per_host)
+    return n_bytes * (ranks - 1) / ranks / (speed * 1e9)
 
 
 def _exposed_offload(job: Job, hardware: HardwareConfig, busy: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,37 @@ WHOLE, SLIDING = "full_attention", "sliding_attention"  # types of layers
 MSCALES = ("mscale", "mscale_all_dim")  # keys of yarn that define its attention factor
 
 
+# The name of a model at Hugging Face's hub, or its address.
+HUB = re.compile(r"(?:(?:https?:)?//)?(?:huggingface\.co/)?([\w.-]+(?:/[\w.-]+)?)/?")
+
+
 def hf_folder(init_from: str | None) -> Path | None:
     """The folder of ``checkpoint.init_from=hf:FOLDER``; None for anything else."""
     if init_from is None or not init_from.startswith(PREFIX):
         return None
     return expand("checkpoint.init_from", init_from.removeprefix(PREFIX))
+
+
+def require_folder(folder: Path, given: str) -> None:
+    """Raise ``ConfigError`` unless transformers has saved a model to ``folder``, the ``given`` one.
+
+    The trainer downloads nothing: a name of Hugging Face's hub is no folder.
+    """
+    if (folder / CONFIG).is_file():
+        return
+    problem = (
+        f"checkpoint.init_from={given}: {folder} must be a folder with {CONFIG}, as saved by "
+        "transformers"
+    )
+    if snapshots := sorted(folder.glob(f"snapshots/*/{CONFIG}")):  # a cache of the hub
+        found = f"{PREFIX}{snapshots[-1].parent}"
+        raise ConfigError(f"{problem}; nearest valid: checkpoint.init_from={found}")
+    if not folder.exists() and (name := HUB.fullmatch(given.removeprefix(PREFIX))):
+        raise ConfigError(
+            f"{problem}; to get one from Hugging Face's hub: hf download {name[1]} --local-dir "
+            f"FOLDER, then checkpoint.init_from={PREFIX}FOLDER"
+        )
+    raise ConfigError(problem)
 
 
 class Values:
@@ -157,24 +184,16 @@ def _read_windows(config: Values) -> list[int | str] | None:
 
 def _read_rope(config: Values) -> dict[str, Any]:
     """``model.rope`` from ``rope_scaling`` and ``rope_theta``, or from ``rope_parameters``."""
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise config.refuse("rope_parameters", given, "RoPE of the types " + ", ".join(ROPE))
-    rope = Values(config.path, dict(given))
-    named = [rope.values.pop(key, None) for key in ("rope_type", "type")]
-    rope_type = next((name for name in named if name), "default")
-    if rope_type not in ROPE:
-        raise config.refuse("rope_type", rope_type, "RoPE of the types " + ", ".join(ROPE))
+    rope, rope_type = _rope_of(config)
     theta = rope.number("rope_theta", config.get("rope_theta", 10000.0))
     if rope.get("partial_rotary_factor", 1) != 1:
         raise config.refuse(
             "partial_rotary_factor", rope.get("partial_rotary_factor"), "partial_rotary_factor=1"
         )
-    known = {"rope_theta", "partial_rotary_factor", *ROPE[rope_type]}
-    known |= set(MSCALES) if rope_type == "yarn" else set()
-    if unknown := sorted(key for key in rope.values if key not in known):
-        allowed = f"{', '.join(sorted(known))} for {rope_type}"
-        raise config.refuse(f"{unknown[0]} of RoPE", rope.get(unknown[0]), allowed)
+    for key in _ignored(rope, rope_type):
+        if isinstance(rope.get(key), dict):  # a RoPE for each type of layers
+            allowed = f"{', '.join(sorted(_known(rope_type)))} for {rope_type}"
+            raise config.refuse(f"{key} of RoPE", rope.get(key), allowed)
     usual: dict[str, Any] = {
         "original_max_position_embeddings": config.get("max_position_embeddings")
     }
@@ -191,6 +210,34 @@ def _read_rope(config: Values) -> dict[str, Any]:
     if rope_type != "default" and found["factor"] < 1:
         raise config.refuse("factor of RoPE", found["factor"], "factors of at least 1")
     return found
+
+
+def _rope_of(config: Values) -> tuple[Values, str]:
+    """The keys of RoPE, without its type, and the type."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise config.refuse("rope_parameters", given, "RoPE of the types " + ", ".join(ROPE))
+    rope = Values(config.path, dict(given))
+    named = [rope.values.pop(key, None) for key in ("rope_type", "type")]
+    rope_type = next((name for name in named if name), "default")
+    if rope_type not in ROPE:
+        raise config.refuse("rope_type", rope_type, "RoPE of the types " + ", ".join(ROPE))
+    return rope, rope_type
+
+
+def _known(rope_type: str) -> set[str]:
+    """The keys that the RoPE of a type may have."""
+    mscales = MSCALES if rope_type == "yarn" else ()
+    return {"rope_theta", "partial_rotary_factor", *ROPE[rope_type], *mscales}
+
+
+def _ignored(rope: Values, rope_type: str) -> list[str]:
+    return sorted(rope.values.keys() - _known(rope_type))
+
+
+def ignored_rope_keys(folder: Path) -> list[str]:
+    """Keys of RoPE in ``config.json`` that its type does not have. transformers ignores them."""
+    return _ignored(*_rope_of(_read(folder / CONFIG)))
 
 
 def _attention_factor(rope: Values, factor: float) -> float | None:

@@ -35,10 +35,10 @@ def write_ends(folder: Path, encoder: DocumentEncoder) -> None:
     if (folder / SPECIAL).exists():
         _update(folder / SPECIAL, names)
     for name in (CONFIG, GENERATION):
-        there = _read(folder / name)
+        settings = _read(folder / name)
         # transformers reads the ends in CONFIG only if there is no GENERATION.
-        eos = _ends(encoder.eos, (there or _read(folder / CONFIG)).get("eos_token_id"))
-        if name == CONFIG or there or encoder.eos is not None:
+        eos = _ends(encoder.eos, (settings or _read(folder / CONFIG)).get("eos_token_id"))
+        if name == CONFIG or settings or encoder.eos is not None:
             _update(folder / name, {"bos_token_id": encoder.bos, "eos_token_id": eos})
     _begin_with_bos(tokenizer, encoder.bos)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -52,9 +52,9 @@ def _update(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(_read(path) | values, indent=2) + "\n")
 
 
-def _ends(eos: int | None, theirs: int | list[int] | None) -> int | list[int] | None:
-    """The ids that end a text: ``eos``, then those of the origin."""
-    others = theirs if isinstance(theirs, list) else [theirs]
+def _ends(eos: int | None, stored: int | list[int] | None) -> int | list[int] | None:
+    """The ids that end a text: ``eos``, then those that the origin has ``stored``."""
+    others = stored if isinstance(stored, list) else [stored]
     ids = [number for number in dict.fromkeys([eos, *others]) if number is not None]
     return ids if len(ids) > 1 else next(iter(ids), None)
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from train.engine.shard import Shard
 from train.hf.names import hf_name
-from train.hf.stored import stored_tensors
+from train.hf.stored import stored_tensors, tie_head
 
 MODEL = "model."  # prefix of the names of weights in a training state
 
@@ -23,11 +23,13 @@ def load_folder(folder: Path, shards: Mapping[str, Shard]) -> None:
     that it holds, without communication. Raises ``RuntimeError`` if a file cannot be read.
     """
     stored = stored_tensors(folder)
+    if f"{MODEL}output.weight" not in shards:
+        stored = tie_head(stored, str(folder))
     wanted: dict[Path, list[tuple[str, Shard]]] = {}
     for name, shard in shards.items():
         if name.startswith(MODEL):
-            theirs = hf_name(name.removeprefix(MODEL))
-            wanted.setdefault(stored[theirs].path, []).append((theirs, shard))
+            tensor = stored[hf_name(name.removeprefix(MODEL))]
+            wanted.setdefault(tensor.path, []).append((tensor.name, shard))
     for path, tensors in wanted.items():
         try:
             with safe_open(path, framework="pt") as file:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +19,40 @@ from train.config import ConfigError
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes of an element; float32 represents all these types
+# Tables of RoPE that old versions of transformers stored. The config defines their values.
+TABLES = re.compile(r"(.+\.)?rotary_emb\.(original_)?(inv_freq|cos_cached|sin_cached)")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+CHUNK = 2**24  # bytes of a tensor that are compared at a time
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, with its shape and the type of its elements."""
+    """A tensor in a file: its name and first byte there, its shape, the type of its elements."""
 
     path: Path
+    name: str
+    first: int
     shape: tuple[int, ...]
     dtype: str
+
+    def equals(self, other: Stored) -> bool:
+        """Whether both have the same shape, type and bytes."""
+        if (self.shape, self.dtype) != (other.shape, other.dtype):
+            return False
+        left = math.prod(self.shape) * BYTES[self.dtype]
+        with self.path.open("rb") as one, other.path.open("rb") as two:
+            one.seek(self.first)
+            two.seek(other.first)
+            while left > 0 and one.read(min(left, CHUNK)) == two.read(min(left, CHUNK)):
+                left -= CHUNK
+        return left <= 0
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """All tensors in ``folder`` by name: in ``model.safetensors``, or in the files of the index.
 
+    Without ``TABLES``, which nothing reads.
     Raises ``ConfigError`` for pickled weights, a damaged or truncated file, an index that names a
     file elsewhere or differs from the files, and elements that float32 cannot hold.
     """
@@ -54,6 +74,7 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     try:
         file_of = json.loads(path.read_bytes())["weight_map"]
         names = sorted(set(file_of.values()))
+        file_of = {name: file for name, file in file_of.items() if not TABLES.fullmatch(name)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not an index of weights: {error!r}") from None
     for name in names:
@@ -71,6 +92,25 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     return {tensor: files[name][tensor] for tensor, name in file_of.items()}
 
 
+def tie_head(stored: dict[str, Stored], given: str) -> dict[str, Stored]:
+    """``stored`` of a model whose head is its embedding, without the head.
+
+    A folder may store either of the two, or both. Raises ``ConfigError`` if they differ.
+    """
+    head = stored.get(HEAD)
+    if head is None:
+        return stored
+    embedding = stored.get(EMBEDDING, head)
+    if not head.equals(embedding):
+        raise ConfigError(
+            f"{given}: {HEAD} differs from {EMBEDDING}, and tie_word_embeddings=true makes them "
+            "one matrix; set it to false in config.json if the model has a head of its own, or "
+            f"remove {HEAD}"
+        )
+    others = {name: tensor for name, tensor in stored.items() if name != HEAD}
+    return others | {EMBEDDING: embedding}
+
+
 def _header(path: Path) -> dict[str, Stored]:
     """The tensors in a file; the file's size must be that of header and tensors."""
     try:
@@ -81,10 +121,13 @@ def _header(path: Path) -> dict[str, Stored]:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             entries = json.loads(file.read(length))
         entries.pop("__metadata__", None)
-        tensors = {name: _entry(path, name, entry) for name, entry in entries.items()}
+        weights = {n: entry for n, entry in entries.items() if not TABLES.fullmatch(n)}
+        tensors = {name: _entry(path, name, 8 + length, e) for name, e in weights.items()}
         ends = [entry["data_offsets"][1] for entry in entries.values()]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ConfigError:  # it is a ValueError
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
         raise ConfigError(f"{path} is damaged: {error!r}") from None
     whole = 8 + length + max(ends, default=0)
@@ -93,13 +136,14 @@ def _header(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _entry(path: Path, name: str, entry: dict[str, Any]) -> Stored:
-    stored = Stored(path, tuple(map(int, entry["shape"])), entry["dtype"])
+def _entry(path: Path, name: str, begin: int, entry: dict[str, Any]) -> Stored:
+    """A tensor in a file whose tensors follow its first ``begin`` bytes."""
+    first, stop = entry["data_offsets"]
+    stored = Stored(path, name, begin + first, tuple(map(int, entry["shape"])), entry["dtype"])
     if stored.dtype not in BYTES:
         raise ConfigError(
             f"{path}: {name} is of type {stored.dtype}; the trainer reads {', '.join(BYTES)}"
         )
-    first, stop = entry["data_offsets"]
     if stop - first != math.prod(stored.shape) * BYTES[stored.dtype]:
         raise ValueError(f"{name} of {list(stored.shape)} takes {stop - first} bytes")
     return stored

@@ -63,23 +63,25 @@ def step_flops(
     """FLOPs of a step with ``tokens`` tokens in all its samples, whose layers allow ``pairs``.
 
     ``rows`` is the number of rows of the head. ``pairs`` is the sum over layers and ranks of
-    ``window.allowed_pairs``, exact for packed documents and windows.
+    ``window.allowed_pairs``, exact for packed documents and windows. If only some layers recompute
+    attention, each counts as an average one.
     """
     block = attention_weights(model) + mlp_weights(model)
     forward = 2 * tokens * (model.n_layers * block + rows * model.dim)
     each = pairs * model.n_heads * model.resolved_head_dim()
-    attention_again = AGAIN_PER_PAIR + (memory.attention_forwards - 1) * FORWARD_PER_PAIR
+    recomputed = memory.recomputed(model.n_layers)
+    attention_again = AGAIN_PER_PAIR * each
+    if memory.recompute == "full":
+        attention_again += FORWARD_PER_PAIR * each * recomputed // model.n_layers
     # The recomputation of a block ends before `down`, whose output no gradient needs. A chunked MLP
     # recomputes gate and up, a chunked loss the logits.
     gate_and_up = mlp_weights(model) * 2 // 3
-    again = 0
-    if memory.recompute != "none":
-        again = attention_weights(model) + gate_and_up
-    elif memory.mlp_chunk is not None:
-        again = gate_and_up
+    again = recomputed * (attention_weights(model) + gate_and_up)
+    if memory.mlp_chunk is not None:
+        again += (model.n_layers - recomputed) * gate_and_up
     return StepFlops(
         linear=3 * forward,
         attention=(FORWARD_PER_PAIR + BACKWARD_PER_PAIR) * each,
-        repeated_linear=2 * tokens * (model.n_layers * again + rows * model.dim),
-        repeated_attention=attention_again * each,
+        repeated_linear=2 * tokens * (again + rows * model.dim),
+        repeated_attention=attention_again,
     )

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
+from train.compile_choice import compiles
 from train.config import Config, MemoryConfig, ModelConfig
 from train.data.batches import Batch
 from train.data.samples import IGNORED
@@ -40,7 +41,7 @@ from train.model.window import narrowed, window_size
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS normalisation of the last dimension, in float32, in the dtype of x."""
-    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -187,6 +188,7 @@ class Transformer(nn.Module):
         self.residual = residual
         memory = memory or MemoryConfig()
         self.recompute = memory.recompute
+        self.recomputed = memory.recomputed(model.n_layers)
         self.offload = None
         if memory.offload != "none":
             keeps, everything = memory.recompute == "attention-saving", memory.offload == "all"
@@ -194,16 +196,14 @@ class Transformer(nn.Module):
             self.offload = Offload(blocks, tokens, keeps, everything)
         self.rows = vocab_size  # rows of embedding and head
         self.embedding = nn.Embedding(vocab_size, model.dim, dtype=torch.float32)
-        chunk = memory.mlp_chunk
-        if chunk is None and memory.recompute != "none" and not compile:
-            chunk = ALL
-        self.blocks = nn.ModuleList(
-            Block(model, attention, chunk, model.window(layer), **ring)
-            for layer in range(model.n_layers)
-        )
-        if compile:
-            for block in self.blocks:
-                block.compiled = compiled_block(memory.recompute)
+        self.blocks = nn.ModuleList()
+        for layer in range(model.n_layers):
+            recomputes = layer < self.recomputed
+            chunk = memory.mlp_chunk or (ALL if recomputes and not compile else None)
+            block = Block(model, attention, chunk, model.window(layer), **ring)
+            if compile:
+                block.compiled = compiled_block(memory.recompute if recomputes else "none")
+            self.blocks.append(block)
         self.norm = RMSNorm(model.dim, model.norm_eps, fused=compile)
         self.output = None
         if not model.tied_embeddings:
@@ -243,7 +243,7 @@ class Transformer(nn.Module):
     def _run(
         self, number: int, block: nn.Module, x_TD: Tensor, rotations: Rotation, plan: Any
     ) -> Tensor:
-        if self.recompute == "none" or self.compile or not torch.is_grad_enabled():
+        if number >= self.recomputed or self.compile or not torch.is_grad_enabled():
             return block(x_TD, rotations, plan)
         if self.offload is not None:
             return self.offload.checkpoint(number, block, x_TD, rotations, plan)
@@ -327,7 +327,7 @@ def build_model(
             attention=config.train.attention,
             residual=getattr(torch, config.train.residual),
             tokens=-(-config.data.seq_len // config.parallel.cp),
-            compile=config.train.compile == "block",
+            compile=compiles(config, device.type == "cuda"),
             group=cp_group,
             layout=config.parallel.layout,
             transport=config.parallel.transport,

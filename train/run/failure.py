@@ -142,10 +142,12 @@ def memory_advice(config: Config) -> str:
     ring = config.train.attention == "ringfa3"
     if memory.recompute == "none":
         ways["memory.recompute"] = "attention-saving" if ring else "full"
+    elif memory.recompute_layers is not None:
+        ways["memory.recompute_layers"] = "null"
     if memory.mlp_chunk is None or memory.mlp_chunk > 16384:
         ways["memory.mlp_chunk"] = "16384"
     most = "all" if ring and memory.recompute != "full" else "residual"
-    can_offload = config.model.n_layers > 1 and config.train.compile == "none"
+    can_offload = config.model.n_layers > 1 and config.train.compile != "block"
     if memory.offload not in (most, "all") and can_offload:
         ways["memory.offload"] = most
     elif memory.recompute == "attention-saving" and memory.offload == "none":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from train.config import Config, ConfigError
+from train.config import AUTO, Config, ConfigError
+from train.run.run_config import read_config
 from train.run.run_folder import RunFolder, may_change
 
 
@@ -25,3 +26,14 @@ def allowed_changes(config: Config, keys: Iterable[str]) -> list[str]:
     if not continues(config):
         return list(keys)
     return [key for key in keys if may_change(key) or may_change(f"{key}.")]
+
+
+def held_compile(config: Config) -> str:
+    """``train.compile``; ``none`` instead of ``auto`` if ``config`` continues a run with ``none``.
+
+    Compiled blocks round elsewhere, so the run would not go on as it was.
+    """
+    if config.train.compile == AUTO and continues(config):
+        held = read_config(RunFolder(config).config).train.compile
+        return "none" if held == "none" else AUTO
+    return config.train.compile

@@ -16,7 +16,7 @@ from train.config import (
     resolve,
 )
 from train.data.manifest import DamagedError, read_manifest
-from train.hf.architecture import CONFIG, hf_folder, read_model
+from train.hf.architecture import CONFIG, hf_folder, read_model, require_folder
 from train.paths import expand
 from train.run.run_config import read_config
 
@@ -43,6 +43,7 @@ def inherited_model(origin: str | None, key: str = "checkpoint.init_from") -> Mo
         )
     folder = hf_folder(origin)
     if folder is not None:
+        require_folder(folder, origin)
         there = read_model(folder)
         return ModelConfig(**{**there, "rope": RopeConfig(**there["rope"])})
     path = expand(key, origin)

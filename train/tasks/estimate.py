@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from train.estimate.job import Job, UnpredictableError
 from train.estimate.prediction import (
     Limits,
     Prediction,
+    fewer_layers,
     limits_of,
     predict,
     require_fit,
@@ -29,21 +31,25 @@ from train.paths import expand
 from train.run.run_folder import RunFolder, write_atomically
 
 
-def run(config: Config, gpus: int) -> None:
-    """Print the prediction of a job on ``gpus`` GPUs and write it to ``estimate.json``.
+def run(config: Config, gpus: int) -> bool:
+    """Print the prediction of a job on ``gpus`` GPUs, write it to ``estimate.json``, and return
+    whether the job fits.
 
-    Raises ``UnpredictableError`` if its memory cannot be predicted.
+    A job whose GPUs this machine has runs here. Raises ``UnpredictableError`` if its memory cannot
+    be predicted.
     """
     if os.environ.get("RANK", "0") != "0":
-        return
+        return True
     job = Job(config, gpus, config.estimate.gpus_per_host, _rows(config), _documents(config))
-    prediction, limits = predict(job), limits_of(config)
+    here = torch.cuda.device_count() >= job.ranks_per_host
+    prediction, limits = predict(job), limits_of(config, here)
     change = smallest_change(job, limits)
     folder = RunFolder(config)
     folder.make()
     path = folder.path / "estimate.json"
     write_atomically(path, json.dumps(as_json(prediction, limits, change), indent=1) + "\n")
     show(prediction, limits, change, Console(markup=False, highlight=False), path)
+    return not prediction.problems(limits)
 
 
 def before_run(config: Config, corpus: Corpus, device: torch.device) -> Prediction | None:
@@ -59,7 +65,7 @@ def before_run(config: Config, corpus: Corpus, device: torch.device) -> Predicti
     job = Job(config, world, per_host, rows, samples[0].cu_seqlens)
     total = torch.cuda.get_device_properties(device).total_memory
     try:
-        return require_fit(job, limits_of(config, total))
+        return require_fit(job, limits_of(config, here=True, device=total))
     except UnpredictableError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"No prediction of memory and time: {error}", flush=True)
@@ -96,7 +102,11 @@ def as_json(prediction: Prediction, limits: Limits, change: list[str]) -> dict[s
             "total": memory.device,
             "available": limits.device,
         },
-        "host_memory": {**memory.host, "total": memory.on_host, "available": limits.host},
+        "host_memory": {
+            **memory.host,
+            "total": memory.on_host,
+            "available": limits.host if math.isfinite(limits.host) else None,
+        },
         "problems": prediction.problems(limits),
         "smallest_change": change,
         "timeout_s": prediction.job.config.parallel.timeout_s,
@@ -130,7 +140,10 @@ def show(
     add("device, available", limits.device, end_section=True)
     for name, size in memory.host.items():
         add(f"host: {name}", size)
-    add("host, available", limits.host)
+    if math.isfinite(limits.host):
+        add("host, available", limits.host)
+    else:
+        table.add_row("host, available (give hardware.host_gb)", "?")
     console.print(table)
     if time is None:
         console.print(f"No time of a step: {prediction.no_time}", soft_wrap=True)
@@ -145,7 +158,8 @@ def show(
         remedy = " ".join(change) if change else "none of memory, engine and up to 8 times the GPUs"
         console.print(f"The smallest change that fits: {remedy}", soft_wrap=True)
     else:
-        console.print("It fits.")
+        less = " ".join(fewer_layers(job, limits))
+        console.print(f"It fits, also with {less}, which is faster." if less else "It fits.")
     console.print(f"Written to {path}", soft_wrap=True)
 
 

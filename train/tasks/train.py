@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from train.config import Config, ConfigError
+from train.compile_choice import why_uncompiled
+from train.config import AUTO, Config, ConfigError
 from train.data.mixture import long_documents
 from train.data.shards import open_corpus
 from train.data.tokenizer import vocabulary_size
@@ -20,6 +21,7 @@ from train.engine.parallel import ParallelLayout, choose_device, from_rank_0, jo
 from train.log.profiler import require_profilable
 from train.run.affinity import set_affinity
 from train.run.failure import FailureReport, redirect_output
+from train.run.held_run import held_compile
 from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Stopper
 from train.tasks.estimate import before_run
@@ -36,6 +38,7 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
     device = choose_device(config)
     require_profilable(config.profile, device)
     set_affinity(config.parallel, device)
+    config.train.compile = held_compile(config)
     rank = int(os.environ.get("RANK", "0"))
     folder = RunFolder(config)
     report = FailureReport(rank, sys.stderr)
@@ -43,6 +46,9 @@ def run(config: Config, stopper: Stopper) -> NoReturn:
         line = make_deterministic(device)
         if rank == 0:
             print(line, flush=True)
+    reason = why_uncompiled(config, cuda=True) if device.type == "cuda" else ""
+    if rank == 0 and reason and config.train.compile == AUTO:
+        print(f"train.compile=auto leaves blocks uncompiled: {reason}", flush=True)
     parallel, closers, locks = None, [], []
     try:
         corpus = open_corpus(config.data)

@@ -74,11 +74,11 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
                 "memory.recompute": "attention-saving",
             },
             "memory.offload=residual moves tensors while a block runs, which a compiled block "
-            "cannot; nearest valid: train.compile=none (or memory.offload=none)",
+            "cannot; nearest valid: train.compile=auto (or memory.offload=none)",
         ),
         (
             {"train.compile": "block", "train.attention": "sdpa"},
-            "nearest valid: train.attention=ringfa3 (or train.compile=none)",
+            "nearest valid: train.compile=auto (or train.attention=ringfa3)",
         ),
         ({"memory.offload": "al"}, "nearest valid: memory.offload=all"),
         (
@@ -96,12 +96,27 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
                 "memory.recompute": "full",
                 "memory.offload_layers": 4,
             },
-            "of model.n_layers=4 the last stays on the device; nearest valid: "
+            "of the 4 layers that recompute, the last stays on the device; nearest valid: "
             "memory.offload_layers=3",
         ),
         (
             {"memory.offload": "residual", "memory.recompute": "full", "model.n_layers": 1},
             "nearest valid: memory.offload=none",
+        ),
+        ({"memory.recompute_layers": 2}, "nearest valid: memory.recompute=attention-saving"),
+        (
+            {"memory.recompute_layers": 5, "memory.recompute": "full"},
+            "exceeds model.n_layers=4; nearest valid: memory.recompute_layers=4",
+        ),
+        (
+            {
+                "memory.recompute_layers": 3,
+                "memory.recompute": "full",
+                "memory.offload": "residual",
+                "memory.offload_layers": 3,
+            },
+            "of the 3 layers that recompute, the last stays on the device; nearest valid: "
+            "memory.offload_layers=2",
         ),
         ({"memory.mlp_chunk": 0}, "nearest valid: memory.mlp_chunk=1"),
         ({"model.attention_precision": "fp4"}, "nearest valid: model.attention_precision=fp8"),

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from train.checks.config import check
 from train.checks.origin import check_origin
 from train.config import ConfigError
+from train.engine.shard import whole
+from train.hf.load import load_folder
 from train.run.inherit import inherited_model, resolve_inherited
 
 PLAIN = "model.safetensors"
@@ -61,12 +63,7 @@ def test_a_good_folder_passes(started, folder, sharded):
 
 
 def test_missing_extra_and_misshapen_tensors(started, folder):
-    lm_head = load_file(folder / PLAIN)["model.embed_tokens.weight"]
-    change(folder, {"lm_head.weight": lm_head})
-    assert "lm_head.weight, which the model does not have (embeddings are tied)" in refusal(
-        started, folder
-    )
-    change(folder, {"lm_head.weight": None, "model.inv_freq": torch.ones(3)})
+    change(folder, {"model.inv_freq": torch.ones(3)})
     assert "has the tensor model.inv_freq, which the model does not have" in refusal(
         started, folder
     )
@@ -78,7 +75,8 @@ def test_missing_extra_and_misshapen_tensors(started, folder):
 
 def test_elements_that_float32_cannot_hold(started, folder):
     change(folder, {NORM: torch.ones(24, dtype=torch.float64)})
-    assert f"{NORM} is of type F64; the trainer reads F32, BF16, F16" in refusal(started, folder)
+    message = f"{folder / PLAIN}: {NORM} is of type F64; the trainer reads F32, BF16, F16"
+    assert refusal(started, folder) == message
 
 
 @pytest.mark.parametrize("cut", [1, 1000, 10**9])
@@ -153,6 +151,75 @@ def test_another_model_than_that_of_the_folder(started, folder):
     check_origin(config)
     shutil.rmtree(folder)
     assert "must be a folder with config.json" in refusal_of(config)
+
+
+@pytest.mark.parametrize(
+    "given", ["org/name-1.5b", "name", "//org/name/", "https://huggingface.co/org/name"]
+)
+def test_a_name_of_a_hub_needs_a_local_folder(given, config):
+    """By model=inherit and by the check of a run. A path that does not exist is no such name."""
+    name = "name" if given == "name" else "org/name"
+    for origin, hint in ((f"hf:{given}", True), ("hf:/nowhere/name", False)):
+        config.checkpoint.init_from = origin
+        for refuse in (lambda: inherited_model(origin), lambda: check_origin(config)):  # noqa: B023
+            with pytest.raises(ConfigError, match=f"init_from={origin}: .* must be a folder") as e:
+                refuse()
+            assert (f"hf download {name}" in str(e.value)) == hint
+
+
+def test_the_cache_of_a_hub_has_the_folder_below(config, tmp_path):
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    config.checkpoint.init_from = f"hf:{snapshot.parents[1]}"
+    assert refusal_of(config).endswith(f"nearest valid: checkpoint.init_from=hf:{snapshot}")
+
+
+def test_tables_of_rope_are_skipped(started, folder, sharded):
+    """In one file and in several, and of any type."""
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tables = {name: torch.ones(3), "model.rotary_emb.original_inv_freq": torch.ones(3).double()}
+    change(folder, tables)
+    check_origin(started(folder))
+    index = json.loads((sharded / INDEX).read_text())
+    path = sharded / index["weight_map"][NORM]
+    save_file(load_file(path) | tables, path)
+    check_origin(started(sharded))  # not in the index
+    index["weight_map"] |= dict.fromkeys(tables, path.name)
+    (sharded / INDEX).write_text(json.dumps(index))
+    check_origin(started(sharded))
+
+
+def test_a_tied_head_may_be_stored_with_the_embedding_or_alone(started, folder):
+    """Its weights are loaded, to the last bit. Another one, or another type, is refused."""
+    embedding = load_file(folder / PLAIN)["model.embed_tokens.weight"]
+    for tensors in ({}, {"model.embed_tokens.weight": None}):
+        change(folder, {"lm_head.weight": embedding.clone(), **tensors})
+        check_origin(started(folder))
+        loaded = whole(torch.zeros_like(embedding))
+        load_folder(folder, {"model.embedding.weight": loaded})
+        assert torch.equal(loaded.boxes[0].values, embedding)
+    other = embedding.clone()
+    other[-1, -1] += 1
+    for head in (other, embedding.bfloat16(), embedding[:-1].clone()):
+        change(folder, {"lm_head.weight": head, "model.embed_tokens.weight": embedding})
+        message = refusal(started, folder)
+        assert "lm_head.weight differs from model.embed_tokens.weight" in message
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_ignored_keys_of_rope_are_named_in_one_line(
+    started, make_folder, monkeypatch, capsys, rank, lines
+):
+    folder = make_folder("llama", "yarn")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"] |= {"finetuned": True, "low_freq_factor": 1.0}
+    path.write_text(json.dumps(config))
+    monkeypatch.setenv("RANK", rank)
+    check_origin(started(folder))
+    line = "RoPE has no finetuned, low_freq_factor; ignored, as by transformers"
+    assert capsys.readouterr().out.count(line) == lines
 
 
 def refusal_of(config: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,10 @@ def test_a_machine_that_tells_no_size_needs_a_setting(tmp_path):
 
 
 def test_a_setting_goes_before_the_memory_of_this_machine():
+    """This machine's memory limits a job that runs here, and no other one."""
     config = Config()
-    assert limits_of(config).host == host_memory()
+    assert limits_of(config, here=True).host == host_memory()
+    assert limits_of(config, here=False).host == math.inf
     config.hardware.host_gb = 5.0
-    assert limits_of(config).host == 5e9
+    for here in (True, False):
+        assert limits_of(config, here).host == 5e9

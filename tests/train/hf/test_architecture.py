@@ -14,7 +14,7 @@ from tests.support.hf_models import config_of
 from tests.train.hf_folders import ROPES, model_of_values
 from train.checks.model import check_model
 from train.config import ConfigError, ModelConfig, RopeConfig
-from train.hf.architecture import CLASSES, hf_config, read_model
+from train.hf.architecture import CLASSES, hf_config, ignored_rope_keys, read_model
 from train.hf.names import shapes
 from train.model.rope import attention_factor, rope_frequencies
 from train.model.transformer import Transformer
@@ -51,6 +51,23 @@ def test_rope_is_that_of_transformers(tmp_path, rope):
         ours = rope_frequencies(64, model.rope).float()
         torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-6, atol=0)
         assert attention_factor(model.rope) == pytest.approx(theirs.attention_scaling, rel=1e-6)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_keys_of_rope_that_transformers_ignores_are_ignored_by_name(tmp_path, rope):
+    """Frequencies are those of transformers with the same keys: 1e-6. A line can name the keys."""
+    more = {"finetuned": True, "short_factor": [1.0], "mscale_of_another": None}
+    if ROPES[rope].get("rope_type") in ("default", "linear"):
+        more["original_max_position_embeddings"] = 64
+    config = config_of("qwen3", rope_parameters={**ROPES[rope], **more}, head_dim=64)
+    theirs = transformers.models.qwen3.modeling_qwen3.Qwen3RotaryEmbedding(config)
+    form = {"rope_parameters": {**ROPES[rope], **more}}
+    folder = saved(tmp_path, "qwen3", head_dim=64, **form)
+    model = model_in(folder)
+    torch.testing.assert_close(
+        rope_frequencies(64, model.rope).float(), theirs.inv_freq, rtol=1e-6, atol=0
+    )
+    assert ignored_rope_keys(folder) == sorted(more)
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -136,7 +153,10 @@ def test_shapes_are_those_of_the_transformer(qk_norm, changes):
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks it: factor must be a number above 0"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factors of at least 1"),
-        ({"rope_parameters": {"short_factor": [1.0]}}, "short_factor of RoPE="),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "full_attention of RoPE=",
+        ),
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_type=su"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (

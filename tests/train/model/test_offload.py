@@ -27,10 +27,10 @@ WAYS = [("full", "residual"), ("attention-saving", "residual"), ("attention-savi
 
 
 def build(
-    recompute: str, offload: str = "none", dtype=torch.float32, layers: int | None = None
+    recompute: str, offload: str = "none", dtype=torch.float32, **layers: int | None
 ) -> LanguageModel:
     model = ModelConfig(n_layers=LAYERS, dim=32, ffn_dim=48, zero_init=False)
-    memory = MemoryConfig(recompute, mlp_chunk=16, offload=offload, offload_layers=layers)
+    memory = MemoryConfig(recompute, mlp_chunk=16, offload=offload, **layers)
     transformer = Transformer(model, VOCABULARY, 3, memory, residual=dtype, tokens=sum(LENGTHS))
     return LanguageModel(transformer, dtype, loss_chunk=50)
 
@@ -182,12 +182,37 @@ def test_the_pool_is_allocated_once():
 @pytest.mark.parametrize(("recompute", "offload"), WAYS)
 def test_the_first_layers_may_offload_alone(recompute, offload):
     """2 of 4: gradients to the last bit, and host buffers for 2 blocks."""
-    model, plain = build(recompute, offload, layers=2), build(recompute)
+    model, plain = build(recompute, offload, offload_layers=2), build(recompute)
     use_late_copies(model)
     got, expected = (gradients(m, m(batch_of()).sum()) for m in (model, plain))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     buffers = model.transformer.offload.pool.buffers
     assert len(buffers) == 2 * (3 if offload == "all" else 1)
+
+
+@pytest.mark.parametrize(("recompute", "offload"), [("full", "none"), *WAYS])
+def test_the_first_layers_may_recompute_alone(recompute, offload):
+    """3 of 4: gradients to the last bit, and host buffers for 2 blocks.
+
+    After the forward the device holds the activations of the last block: its output of gate.
+    """
+    model = build(recompute, offload, recompute_layers=3)
+    plain, gates = build(recompute), []
+    for block in model.transformer.blocks:
+        block.mlp.chunk = None
+        remember = lambda _, given, out: gates.append(StorageWeakRef(out.untyped_storage()))  # noqa: E731
+        block.mlp.gate.register_forward_hook(remember)
+    for block in plain.transformer.blocks:
+        block.mlp.chunk = None
+    with CountRings() as rings:
+        loss = model(batch_of()).sum()
+        assert [not gate.expired() for gate in gates] == [False, False, False, True]
+        got = gradients(model, loss)
+    assert rings.calls == LAYERS + (3 if recompute == "full" else 0)
+    expected = gradients(plain, plain(batch_of()).sum())
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    if offload != "none":
+        assert len(model.transformer.offload.pool.buffers) == 2 * (3 if offload == "all" else 1)
 
 
 def test_two_graphs_share_no_buffer():
