@@ -17,6 +17,7 @@ ORDER = [
     "sections",
     "config",
     "keys",
+    "help",
     "paths",
     "data",
     "model",
@@ -30,7 +31,7 @@ ORDER = [
     "probes",
     "pretrain",
 ]
-PACKAGES = ORDER[7:-1]
+PACKAGES = ORDER[8:-1]
 HYDRA_MODULES = {"pretrain", "config", "sweep"}
 MODULES = [path.relative_to(TRAIN) for path in sorted(TRAIN.rglob("*.py"))]
 

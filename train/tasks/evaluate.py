@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from train.config import AUTO, AUTO_BYTES, Config
+from train.config import Config
 from train.data.batches import Batch, make_batch, prefetch
 from train.data.documents import Documents
 from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
@@ -23,6 +23,7 @@ from train.data.samples import (
     pack,
 )
 from train.engine.parallel import ParallelLayout, sum_over_ranks
+from train.sections.training import AUTO, AUTO_BYTES
 
 
 @dataclass(frozen=True)
