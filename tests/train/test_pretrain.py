@@ -87,6 +87,7 @@ def test_a_run_leaves_its_files(alone):
     keys = [
         "step",
         "loss",
+        "perplexity",
         "nats_per_byte",
         "bits_per_byte",
         "grad_norm",

@@ -12,6 +12,7 @@ TRAIN = Path(__file__).parents[2] / "train"
 # A package imports from those before it. Each package's docstring names them.
 ORDER = [
     "extras",
+    "console",
     "slurm",
     "recipe",
     "sections",
@@ -31,7 +32,7 @@ ORDER = [
     "probes",
     "pretrain",
 ]
-PACKAGES = ORDER[8:-1]
+PACKAGES = ORDER[9:-1]
 HYDRA_MODULES = {"pretrain", "config", "sweep"}
 MODULES = [path.relative_to(TRAIN) for path in sorted(TRAIN.rglob("*.py"))]
 

@@ -23,6 +23,7 @@ from train.data.samples import (
     pack,
 )
 from train.engine.parallel import ParallelLayout, sum_over_ranks
+from train.log.units import all_units
 from train.sections.training import AUTO, AUTO_BYTES
 
 
@@ -48,9 +49,19 @@ class Evaluation:
         return sum(self.bucket_tokens)
 
     @property
+    def nats_per_token(self) -> float:
+        """The mean loss of the predicted tokens; 0 without any."""
+        return sum(self.bucket_losses) / max(1, self.tokens)
+
+    @property
     def nats_per_byte(self) -> float:
         """The loss of all documents in nats per byte, as ``train.log.units`` defines it."""
         return sum(self.bucket_losses) / self.n_bytes
+
+    @property
+    def units(self) -> dict[str, float]:
+        """The record's entries with the loss in all units."""
+        return all_units(self.nats_per_token, self.nats_per_byte)
 
     @property
     def by_source(self) -> dict[str, dict[str, float]]:

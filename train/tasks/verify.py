@@ -19,11 +19,11 @@ from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from train.config import Config, ConfigError
+from train.console import LineConsole
 from train.data.batches import Batch, make_batch
 from train.data.mixture import Samples, training_samples
 from train.data.samples import IGNORED
@@ -91,7 +91,7 @@ def run(config: Config) -> NoReturn:
         corpus = open_corpus(config.data)
         config = comparable(config)
         parallel = join(config.parallel, device)
-        console = Console(quiet=rank != 0, markup=False, highlight=False)
+        console = LineConsole(quiet=rank != 0)
         same, groups = compare(config, corpus, parallel, console)
         shutdown(parallel, 0 if same else 1, groups=groups)
     except ConfigError:
@@ -119,7 +119,7 @@ def comparable(config: Config) -> Config:
 
 
 def compare(
-    config: Config, corpus: Corpus, parallel: ParallelLayout, console: Console
+    config: Config, corpus: Corpus, parallel: ParallelLayout, console: LineConsole
 ) -> tuple[bool, list[dist.ProcessGroup]]:
     """Take both steps and print them side by side.
 
@@ -145,7 +145,7 @@ def compare(
         if wrong
         else f"parallel.cp={cp} matches parallel.cp=1 up to rounding"
     )
-    console.print(verdict, soft_wrap=True)
+    console.print(verdict)
     dist.barrier(group=parallel.host_group)  # torchrun ends all ranks when one fails
     return not wrong, [*shared.groups, *alone.groups]
 

@@ -173,6 +173,8 @@ def test_the_plot_has_a_panel_a_task(tmp_path: Path, drawn: list[Figure]):
     assert list(panels) == needle.tasks
     assert panels["single"].tolist() == [[1, 0]] * 3
     assert panels["variable"].tolist() == [[0, 0]] * 3
+    cells = [text.get_text() for text in figure.axes[0].texts]
+    assert cells == ["2/2", "2/2", "2/2", "0/2", "0/2", "0/2"]
     assert (tmp_path / "needle.png").exists()
 
 
