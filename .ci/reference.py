@@ -34,7 +34,7 @@ EXPLAINING = {
     "engine/ddp.yaml": "engine.",
     "engine/fsdp2.yaml": "engine.",
     "engine/deepspeed.yaml": "engine.",
-    "memory/keep.yaml": "memory.",
+    "memory/none.yaml": "memory.",
     "hardware/h200.yaml": "hardware.",
 }
 WIDTH = 100

@@ -35,6 +35,7 @@ from train.sections.modes import (
     SweepConfig,
     VerifyConfig,
 )
+from train.sections.renamed import with_new_names
 from train.sections.training import (
     CheckpointConfig,
     GuardConfig,
@@ -82,10 +83,10 @@ class Config:
     def accumulation_over(self, dp: int) -> int:
         """Samples per step of each of ``dp`` data-parallel ranks."""
         train = self.train
-        if train.batch is not None:
-            return train.batch // dp
-        if train.accumulation is not None or train.batch_tokens is None:
-            return train.accumulation or 1
+        if train.global_batch_size is not None:
+            return train.global_batch_size // dp
+        if train.gradient_accumulation_steps is not None or train.batch_tokens is None:
+            return train.gradient_accumulation_steps or 1
         return max(1, round(train.batch_tokens / (dp * self.data.seq_len)))
 
 
@@ -93,10 +94,6 @@ SOURCES = "data.sources"
 NAME = "NAME"
 
 GROUPS = ("model", "data", "optim", "engine", "memory", "hardware", "experiment")
-
-# Keys of earlier versions. The command line rejects them and names the new key; old runs may use
-# them.
-RENAMED = {"train.recompute": "memory.recompute", "train.loss_chunk": "memory.loss_chunk"}
 
 
 def register_schema() -> None:
@@ -168,12 +165,7 @@ def from_plain(values: dict[str, Any]) -> Config:
         if not isinstance(value, str if name == "mode" else dict):
             form = "a word" if name == "mode" else "a section"
             raise ConfigError(f"{name}={value} must be {form}")
-    for old, new in RENAMED.items():
-        (section, key), (present, name) = old.split("."), new.split(".")
-        if key in values.get(section, {}):
-            kept = {k: value for k, value in values[section].items() if k != key}
-            moved = values.get(present, {}) | {name: values[section][key]}
-            values = values | {section: kept, present: moved}
+    values = with_new_names(values)
     if "data" in values:
         values = values | {"data": {"eos_token": NO_EOS} | values["data"]}
     rope = values.get("model", {}).get("rope")

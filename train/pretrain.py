@@ -65,7 +65,6 @@ from train.checks.config import check  # noqa: E402
 from train.config import (  # noqa: E402
     GROUPS,
     NAME,
-    RENAMED,
     RUN_MODES,
     SOURCES,
     Config,
@@ -77,6 +76,7 @@ from train.keys import default, nearest, schema_keys, source_name, to_schema_key
 from train.run.inherit import resolve_inherited  # noqa: E402
 from train.run.run_config import with_run_config  # noqa: E402
 from train.run.stopper import Stopper  # noqa: E402
+from train.sections.renamed import RENAMED, RENAMED_VALUES  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,8 @@ def explain(error: Exception) -> str:
     """Explain a config error, from Hydra, OmegaConf, YAML or the trainer, in one or two lines."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
+        if new := RENAMED_VALUES.get(f"{group}={option}"):
+            return f"{group}={option}: its name is {new} now"
         options = sorted(error.options or [])
         match = nearest(option, options)
         hint = f"did you mean {group}={match}? " if match else ""

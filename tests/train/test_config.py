@@ -50,7 +50,7 @@ BY_SIZE = ("optim.lr", "train.batch_tokens")  # keys that the size of the model 
         ("engine.shard=all", "engine=fsdp2, not of engine=ddp", "choose engine=fsdp2"),
         ("train.recompute=full", "train.recompute", "its name is memory.recompute now"),
         ("+train.loss_chunk=7", "train.loss_chunk", "its name is memory.loss_chunk now"),
-        ("memory=keeep", "memory=keeep", "did you mean memory=keep?"),
+        ("memory=nonee", "memory=nonee", "did you mean memory=none?"),
         ("engine.stage=two", "engine.stage", "valid would be engine.stage=null"),
         ("data=text", "data.path", "data.path="),
         ("train.seed=[", "train.seed", "quote a value"),

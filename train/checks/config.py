@@ -22,6 +22,7 @@ from train.paths import expand
 from train.run.recipe_change import newest_metadata, require_recipe
 from train.run.run_folder import RunFolder
 from train.run.schedule import schedule_length, warmup_steps
+from train.sections.renamed import RENAMED
 
 
 def check(config: Config, world: int) -> None:
@@ -68,7 +69,7 @@ def check(config: Config, world: int) -> None:
             "scales depend on how a sample is shared, and steps differ by more than rounding; "
             "nearest valid: model.attention_precision=native"
         )
-    if config.mode not in RUN_MODES and config.train.batch is not None:
+    if config.mode not in RUN_MODES and config.train.global_batch_size is not None:
         check_batch(config.train, world // cp)
     precision, transport = config.model.attention_precision, config.parallel.transport
     if precision != "native" and cp > 1 and transport == "symmetric":
@@ -138,7 +139,7 @@ def _check_optim(config: Config) -> None:
 
 def _check_final(config: Config) -> None:
     seq_len, train = config.data.seq_len, config.train
-    longest = config.data.piece_len or seq_len
+    longest = config.data.max_doc_len or seq_len
     limits = {"final_eval_len": (train.final_eval_len, seq_len)}
     limits["final_eval_last"] = (
         train.final_eval_last,
@@ -188,10 +189,10 @@ def _check_checkpoint(config: Config) -> None:
     keys = schema_keys()
     for key in checkpoint.accept_changes:
         if to_schema_key(key) not in keys:
-            raise ConfigError(
-                f"checkpoint.accept_changes: {key} is no key; nearest valid: "
-                f"checkpoint.accept_changes=[{nearest(key, keys, cutoff=0)}]"
-            )
+            hint = f"nearest valid: checkpoint.accept_changes=[{nearest(key, keys, cutoff=0)}]"
+            if key in RENAMED:
+                hint = f"its name is {RENAMED[key]} now"
+            raise ConfigError(f"checkpoint.accept_changes: {key} is no key; {hint}")
     for key, value in (("resume", checkpoint.resume), ("init_from", checkpoint.init_from)):
         if value in (None, "auto", "never") or (key == "init_from" and hf_folder(value)):
             continue

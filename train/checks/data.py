@@ -27,10 +27,10 @@ def check_data(data: DataConfig) -> None:
             "data.held_out=0 needs documents of data.validation_path; for example "
             "data.held_out=0.05 (or data.validation_path=PATH)"
         )
-    if data.piece_len is not None and data.piece_len > data.seq_len:
+    if data.max_doc_len is not None and data.max_doc_len > data.seq_len:
         raise ConfigError(
-            f"data.piece_len={data.piece_len} exceeds data.seq_len={data.seq_len}; "
-            f"nearest valid: data.piece_len={data.seq_len}"
+            f"data.max_doc_len={data.max_doc_len} exceeds data.seq_len={data.seq_len}; "
+            f"nearest valid: data.max_doc_len={data.seq_len}"
         )
     if data.packing == "best_fit" and not data.document_mask:
         raise ConfigError(

@@ -9,6 +9,7 @@ from train.config import Config, ConfigError
 from train.keys import default, nearest, shown, to_schema_key, values
 from train.recipe import recipe_of
 from train.sections.key import Limits
+from train.sections.renamed import RENAMED_VALUES
 
 
 def check_limits(config: Config) -> None:
@@ -16,6 +17,8 @@ def check_limits(config: Config) -> None:
     for key, value, entry in values(config):
         if value is None or isinstance(value, dict):  # the sources have keys of their own
             continue
+        if new := RENAMED_VALUES.get(f"{key}={value}"):
+            raise ConfigError(f"{key}={value}: its name is {new} now")
         problem = _problem(value, entry.limits)
         if problem is None:
             continue

@@ -127,8 +127,8 @@ def training_samples(documents: Documents, data: DataConfig, seed: int) -> Sampl
 
     def stream(own: Documents) -> TrainingSamples | BestFitSamples:
         if data.packing == "best_fit":
-            return BestFitSamples(own, data.seq_len, data.piece_len, seed)
-        return TrainingSamples(own, data.seq_len, data.piece_len, seed, data.document_mask)
+            return BestFitSamples(own, data.seq_len, data.max_doc_len, seed)
+        return TrainingSamples(own, data.seq_len, data.max_doc_len, seed, data.document_mask)
 
     streams = [stream(own) for own in long_documents(documents, data)]
     if len(streams) == 1:

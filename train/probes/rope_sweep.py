@@ -1,7 +1,7 @@
 """``mode=rope``: losses by position under other settings of RoPE, without training.
 
 The weights stay; frequencies and the attention factor change. On text beyond the run's length
-(``data.seq_len=8192 data.piece_len=null``) the losses show with which setting to extend the run.
+(``data.seq_len=8192 data.max_doc_len=null``) the losses show with which setting to extend the run.
 """
 
 from __future__ import annotations

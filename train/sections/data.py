@@ -62,7 +62,7 @@ class DataConfig:
     token. With ids, a document of unknown origin can contain the end of a document"""
     seq_len: int = key(4096, at_least=2)
     """tokens per sample, over all ranks of its CP group"""
-    piece_len: int | None = key(None, at_least=1)
+    max_doc_len: int | None = key(None, at_least=1)
     """largest document length in a sample. Longer documents are cut into slices of this length,
     each of which counts as a document. With null, best_fit cuts at seq_len, and stream only where a
     sample ends"""
@@ -73,8 +73,8 @@ class DataConfig:
     """training excludes documents with fewer tokens; null excludes none"""
     packing: str = key("stream", choices=("stream", "best_fit"))
     """how documents become samples. stream concatenates them and cuts a document where a sample of
-    seq_len tokens ends. best_fit cuts only documents longer than piece_len (or seq_len). Each slice
-    goes whole into the fullest sample with room for it"""
+    seq_len tokens ends. best_fit cuts only documents longer than max_doc_len (or seq_len). Each
+    slice goes whole into the fullest sample with room for it"""
     cache_dir: str = "~/.cache/ringfa3/data"
     """the cache of tokenised corpora"""
     verify: bool = True
@@ -82,5 +82,5 @@ class DataConfig:
 
     def longest_document(self) -> int:
         """Tokens of the longest document in a sample: the context length of the training."""
-        whole = self.seq_len if self.piece_len is None else self.piece_len
+        whole = self.seq_len if self.max_doc_len is None else self.max_doc_len
         return whole if self.document_mask else self.seq_len

@@ -36,7 +36,7 @@ class EngineConfig:
 
     name: str = key("ddp", choices=("ddp", "fsdp2", "deepspeed"))
     """the engine; choose it with engine=NAME"""
-    shard: str | None = key(None, choices=("all", "host"))
+    shard: str | None = key(None, choices=("all", "hsdp"))
     """sharding over all ranks, or hybrid sharding (HSDP). The latter shards over the ranks of each
     host and replicates over hosts: more memory, less traffic between hosts"""
     stage: int | None = key(None, choices=(1, 2, 3))

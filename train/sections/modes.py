@@ -111,7 +111,7 @@ class EstimateConfig:
     gpus_per_host: int = key(8, at_least=1)
     """GPUs of a host"""
     document: int | None = key(None, at_least=1)
-    """tokens of each document in a sample; null is data.piece_len, or one document that fills the
+    """tokens of each document in a sample; null is data.max_doc_len, or one document that fills the
     sample"""
 
 
@@ -166,7 +166,7 @@ class RopeSweepConfig:
     """a checkpoint's folder; null is the newest of run.dir"""
     types: list[str] = key(["linear", "yarn"], choices=SCALED)
     """types of RoPE to evaluate (linear, llama3, yarn), each with every factor, in addition to the
-    run's own setting. The original length is the longest document of the run: piece_len or
+    run's own setting. The original length is the longest document of the run: max_doc_len or
     seq_len"""
     factors: list[float] = key([2.0, 4.0], above=1)
     """their factors"""

@@ -51,17 +51,17 @@ class TrainConfig:
 
     steps: int = key(300, at_least=1)
     """optimiser steps"""
-    batch: int | None = key(None, at_least=1)
+    global_batch_size: int | None = key(None, at_least=1)
     """global batch size: samples per optimiser step, at any number of processes. It must be a
-    multiple of the data-parallel size. null means accumulation times that size, or else the samples
-    of batch_tokens"""
-    accumulation: int | None = key(None, at_least=1)
+    multiple of the data-parallel size. null means gradient_accumulation_steps times that size, or
+    else the samples of batch_tokens"""
+    gradient_accumulation_steps: int | None = key(None, at_least=1)
     """gradient accumulation: samples per data-parallel rank and optimiser step. It must be null or
-    1 if batch is given"""
+    1 if global_batch_size is given"""
     batch_tokens: int | None = key(None, at_least=1, shown=BY_SIZE)
-    """tokens per optimiser step, if batch and accumulation are null: the nearest number of samples
-    that is a multiple of the data-parallel size. 2^19 for 125m and 1b, 2^22 for 8b, null for tiny:
-    a sample of each data-parallel rank"""
+    """tokens per optimiser step, if global_batch_size and gradient_accumulation_steps are null: the
+    nearest number of samples that is a multiple of the data-parallel size. 2^19 for 125m and 1b,
+    2^22 for 8b, null for tiny: a sample of each data-parallel rank"""
     precision: str = key("auto", choices=("auto", "float32", "bfloat16"))
     """dtype of matrix products and attention; weights are always float32. auto is bfloat16 on CUDA
     and float32 on the CPU"""
@@ -90,7 +90,7 @@ class TrainConfig:
     """the same for the final evaluation; auto: 16 MB or more"""
     final_eval_last: int | None = key(None, at_least=1)
     """the final evaluation also reports the loss on the last N positions of a full window
-    (data.piece_len, or data.seq_len)"""
+    (data.max_doc_len, or data.seq_len)"""
     final_eval_len: int | None = key(None, at_least=2)
     """the final evaluation also reads documents in windows of N tokens, for example the context
     length before an extension"""
@@ -167,8 +167,8 @@ class CheckpointConfig:
     another data.seq_len and other keys of model.rope"""
     accept_changes: list[str] = key([])
     """keys of the recipe that may change when the run in run.dir continues, for example [optim.lr,
-    train.steps]. Here train.batch stands for the samples of a step, also if the number of processes
-    changes them. The key train.steps stands for the length of the schedule"""
+    train.steps]. Here train.global_batch_size stands for the samples of a step, also if the number
+    of processes changes them. The key train.steps stands for the length of the schedule"""
     stop_s: float = key(12.0, above=0)
     """seconds that a stop waits for the end of an update that has begun. After them it ends without
     saving. Large models on the CPU, and a roll-back to a large checkpoint, need more. torchrun then

@@ -99,7 +99,7 @@ def evaluate(
     """Predict every token of the ``evaluation_documents`` of a budget.
 
     ``losses_of`` is a model or an engine's ``evaluate``. Documents are read in windows of
-    ``data.piece_len`` tokens (``data.seq_len`` if it is null), as in training, or of ``length``.
+    ``data.max_doc_len`` tokens (``data.seq_len`` if it is null), as in training, or of ``length``.
     Every rank must call this, calls ``losses_of`` equally often, and gets the same totals. With
     ``window_size`` (0, 0) each token attends only to itself.
     """
@@ -109,7 +109,7 @@ def evaluate(
         [document for document in chosen if first <= document < stop]
         for first, stop in pairwise(documents.bounds)
     ]
-    window = length or config.data.piece_len or seq_len
+    window = length or config.data.max_doc_len or seq_len
     first_of_last = window - (config.train.final_eval_last or 0)
     samples = [
         (source, slices)

@@ -67,7 +67,7 @@ def _of_lengths(config: Config, full: Evaluation, short: Evaluation | None) -> d
     """The entries for ``train.final_eval_last`` and ``final_eval_len``, if they are given."""
     found: dict[str, Any] = {}
     if config.train.final_eval_last is not None:
-        found["last"] = _last(config, config.data.piece_len or config.data.seq_len, full)
+        found["last"] = _last(config, config.data.max_doc_len or config.data.seq_len, full)
     if short is not None:
         found["short"] = {
             "length": config.train.final_eval_len,

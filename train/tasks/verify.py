@@ -104,16 +104,17 @@ def run(config: Config) -> NoReturn:
 def comparable(config: Config) -> Config:
     """``config`` with samples of ``verify.seq_len`` tokens and with ``zero_init`` off.
 
-    A CP group has one sample, unless ``train.batch`` or ``train.accumulation`` gives another
-    number: with ``train.batch_tokens`` shorter samples would be more samples.
+    A CP group has one sample, unless ``train.global_batch_size`` or
+    ``train.gradient_accumulation_steps`` gives another number: with ``train.batch_tokens`` shorter
+    samples would be more samples.
     """
     data = config.data
     seq_len = config.verify.seq_len or data.seq_len
-    piece_len = None if data.piece_len is None else min(data.piece_len, seq_len)
+    max_doc_len = None if data.max_doc_len is None else min(data.max_doc_len, seq_len)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, zero_init=False),
-        data=dataclasses.replace(data, seq_len=seq_len, piece_len=piece_len),
+        data=dataclasses.replace(data, seq_len=seq_len, max_doc_len=max_doc_len),
         train=dataclasses.replace(config.train, batch_tokens=None),
     )
 

@@ -127,11 +127,11 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
             "nearest valid: model.attention_precision=native",
         ),
         (
-            {"train.batch": 4, "train.accumulation": 2},
-            "both set the samples of a step; nearest valid: train.accumulation=1",
+            {"train.global_batch_size": 4, "train.gradient_accumulation_steps": 2},
+            "both set the samples of a step; nearest valid: train.gradient_accumulation_steps=1",
         ),
         ({"engine.name": "fsdp"}, "ddp, fsdp2, deepspeed; nearest valid: engine.name=fsdp2"),
-        ({"engine.name": "fsdp2", "engine.shard": "hots"}, "nearest valid: engine.shard=host"),
+        ({"engine.name": "fsdp2", "engine.shard": "hspd"}, "nearest valid: engine.shard=hsdp"),
         ({"engine.shard": "all"}, "a key of engine=fsdp2, not of engine=ddp; leave it out"),
         ({"model.softmax_scale": 0.0}, "nearest valid: model.softmax_scale=5.42"),
         ({"model.vocab_size": 299}, "nearest valid: model.vocab_size=300"),
@@ -139,12 +139,12 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({**ZERO, "engine.stage": None}, "nearest valid: engine.stage=1"),
         ({**ZERO, "engine.offload": "optimiser"}, "nearest valid: engine.offload=optimizer"),
         ({**ZERO, "engine.stage": 2, "engine.offload": "all"}, "valid: engine.offload=optimizer"),
-        ({**ZERO, "engine.shard": "host"}, "a key of engine=fsdp2, not of engine=deepspeed"),
+        ({**ZERO, "engine.shard": "hsdp"}, "a key of engine=fsdp2, not of engine=deepspeed"),
         ({"engine.stage": 3}, "a key of engine=deepspeed, not of engine=ddp; leave it out"),
         ({"train.steps": 0}, "nearest valid: train.steps=1"),
         ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0; the default is optim.lr=0.003"),
         ({"optim.betas": [0.9, 1.0]}, "the default is optim.betas=[0.9, 0.95]"),
-        ({"data.piece_len": 512}, "exceeds data.seq_len=256"),
+        ({"data.max_doc_len": 512}, "exceeds data.seq_len=256"),
         ({"data.held_out": 1.0}, "must be below 1; the default is data.held_out=0.05"),
         ({"data.held_out": 0.0}, "0 needs documents of data.validation_path"),
         ({"data.validation_path": "/"}, "nearest valid: data.held_out=0"),
@@ -257,10 +257,13 @@ def test_invalid_values_are_rejected(config, changes, message):
 
 
 def test_the_batch_must_fit_the_data_parallel_size(config):
-    config.train.batch, config.parallel.cp = 6, 2
+    config.train.global_batch_size, config.parallel.cp = 6, 2
     check(config, world=6)
     assert config.accumulation_over(3) == 2
-    with pytest.raises(ConfigError, match=r"train\.batch=6 .* 4 .*; nearest valid: train\.batch=8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.global_batch_size=6 .* 4 .*; nearest valid: train\.global_batch_size=8",
+    ):
         check(config, world=8)
 
 

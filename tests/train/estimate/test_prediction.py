@@ -152,7 +152,7 @@ def test_fsdp2_holds_whole_gradients_between_micro_batches():
     """Of 1.236e9 weights in float32, and of a quarter with one micro-batch; ddp's are whole."""
     for engine, samples, expected in (("fsdp2", 1, 1), ("fsdp2", 2, 4), ("ddp", 1, 4)):
         made = job("1b", 65536, engine)
-        made.config.train.accumulation = samples
+        made.config.train.gradient_accumulation_steps = samples
         gradients = predict(made).memory.parts["gradients"]
         assert gradients == pytest.approx(1.2358e9 * expected, rel=1e-4)
 
@@ -268,7 +268,7 @@ def test_a_slow_link_to_the_host_exposes_the_offload():
     """By hand: 31 layers of 16,512 bytes a token, out and back for two samples, less what hides
     it: a quarter and half of the work beside."""
     slow = job("8b", 524288, "fsdp2", offload="all")
-    slow.config.hardware.host_link_gb_s, slow.config.train.accumulation = 1.0, 2
+    slow.config.hardware.host_link_gb_s, slow.config.train.gradient_accumulation_steps = 1.0, 2
     seconds = predict(slow).time.seconds
     busy = sum(seconds[name] for name in ("attention", "matrix products", "elementwise"))
     moved = 2 * 2 * 31 * 131072 * 16512 / 1e9

@@ -34,7 +34,7 @@ def test_the_settings_are_every_type_with_every_factor():
     """Original length: that of the trained run, not that of the command line."""
     asked, trained = Config(), Config()
     asked.model.rope, asked.data.seq_len = RopeConfig(theta=7e4), 4096
-    trained.data.seq_len, trained.data.piece_len = 2048, 1024
+    trained.data.seq_len, trained.data.max_doc_len = 2048, 1024
     asked.rope.types, asked.rope.factors, asked.rope.thetas = ["linear", "yarn"], [2.0, 4.5], [1e6]
     found = settings_of(asked, trained)
     assert list(found) == [

@@ -194,10 +194,10 @@ def test_a_run_that_continues_with_another_batch_says_so(config):
     """6 steps of 4 samples, then 6 of 2, accepted by name: none twice and none left out."""
     config.optim.schedule_steps = 12
     seen, said = [], []
-    for batch, last, accepted in ((4, 6, []), (2, 10, ["train.batch"]), (2, 12, [])):
-        config.train.batch, config.train.steps = batch, last
+    for batch, last, accepted in ((4, 6, []), (2, 10, ["train.global_batch_size"]), (2, 12, [])):
+        config.train.global_batch_size, config.train.steps = batch, last
         if accepted:
-            with pytest.raises(ConfigError, match=r"accept_changes=\[train\.batch\]"):
+            with pytest.raises(ConfigError, match=r"accept_changes=\[train\.global_batch_size\]"):
                 make_trainer(config)
         config.checkpoint.accept_changes = accepted
         trainer = make_trainer(config)
@@ -237,7 +237,11 @@ def test_8_bit_attention_takes_nearly_the_same_steps(config):
 def test_offload_takes_the_same_steps(config):
     """float32, the same seed, 12 steps of 2 samples: loss and gradient norm to the last bit, and
     host buffers for one sample of both layers but the last."""
-    config.model.zero_init, config.model.n_layers, config.train.accumulation = False, 2, 2
+    config.model.zero_init, config.model.n_layers, config.train.gradient_accumulation_steps = (
+        False,
+        2,
+        2,
+    )
     config.memory.recompute, config.memory.mlp_chunk = "attention-saving", 64
     folder, found = Path(config.run.dir), []
     for offload in ("none", "all"):
