@@ -153,8 +153,8 @@ class CheckpointConfig:
     keep_every: int | None = key(None, at_least=1)
     """also keep the checkpoint of every N-th step"""
     resume: str = "auto"
-    """with auto, the run in run.dir continues if its config is the same; docs/training.md lists the
-    keys that may differ. With never, a folder that has a run is rejected. A path (of a run or a
+    """with auto, the run in run.dir continues if its config is the same; docs/training/run.md lists
+    the keys that may differ. With never, a folder that has a run is rejected. A path (of a run or a
     checkpoint) starts a new run with its weights, optimiser state and position in the data;
     train.steps counts the steps of both runs"""
     init_from: str | None = None
