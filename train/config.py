@@ -1,8 +1,7 @@
-"""The schema of ``configs/``.
+"""From Hydra's composed config to a ``Config``, and from the stored config of an old run.
 
-Each key is documented once, above its value in ``configs/``. The rest of the trainer uses only
-``Config``, a plain dataclass that is complete and has valid types. ``train.checks.config`` checks
-the values, also against each other.
+The rest of the trainer uses only ``Config``, a plain dataclass that is complete and has valid
+types. ``train.checks`` checks its values.
 """
 
 from __future__ import annotations
@@ -18,13 +17,21 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from train.hardware import hardware_here
 from train.recipe import recipe_of
-from train.sections import (
+from train.sections.data import CHAT as CHAT
+from train.sections.data import COMPLETION as COMPLETION
+from train.sections.data import FORMATS as FORMATS
+from train.sections.data import NO_EOS, DataConfig
+from train.sections.data import PLAIN as PLAIN
+from train.sections.data import SourceConfig as SourceConfig
+from train.sections.key import ConfigError, key
+from train.sections.machine import EngineConfig, HardwareConfig, ParallelConfig
+from train.sections.model import ModelConfig
+from train.sections.model import RopeConfig as RopeConfig
+from train.sections.modes import (
     EstimateConfig,
     EvalConfig,
     ExportConfig,
     GenerateConfig,
-    GuardConfig,
-    HardwareConfig,
     LogConfig,
     NeedleConfig,
     ProfileConfig,
@@ -33,242 +40,30 @@ from train.sections import (
     SweepConfig,
     VerifyConfig,
 )
+from train.sections.renamed import with_new_names
+from train.sections.training import AUTO as AUTO
+from train.sections.training import (
+    CheckpointConfig,
+    GuardConfig,
+    MemoryConfig,
+    OptimConfig,
+    TrainConfig,
+)
 
-
-class ConfigError(ValueError):
-    """A config value that cannot work. The message names the key, its value and what to do.
-
-    ``found_by_all`` is true if every process of the host raises the error: one of them prints it.
-    """
-
-    found_by_all = True
-
-
-FULL = "full"  # in model.windows: no window
-NO_EOS = "none"  # as data.eos_token: no token ends a document
-PLAIN, CHAT, COMPLETION = FORMATS = ("text", "chat", "completion")  # of data.format
-AUTO = "auto"  # as train.eval_bytes or train.final_eval_bytes: at least these bytes; train.compile
-AUTO_BYTES = {"eval_bytes": 100_000, "final_eval_bytes": 16_000_000}
-# The default chunk of the loss has at most 2^26 logits, but at least 1,024 tokens: matrix products
-# of fewer rows are slow.
-MOST_LOGITS, LEAST_LOSS_TOKENS = 2**26, 1024
-
-
-@dataclass
-class RopeConfig:
-    type: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_len: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    truncate: bool = True
-
-
-@dataclass
-class ModelConfig:
-    inherit: bool = False
-    n_layers: int = 4
-    n_heads: int = 4
-    n_kv_heads: int = 2
-    dim: int = 128
-    head_dim: int | None = None
-    ffn_dim: int = 384
-    qk_norm: bool = True
-    qkv_bias: bool = False
-    tied_embeddings: bool = False
-    zero_init: bool = True
-    norm_eps: float = 1e-5
-    attention_precision: str = "native"
-    softmax_scale: float | None = None
-    vocab_size: int | None = None
-    windows: list[Any] | None = None
-    rope: RopeConfig = field(default_factory=RopeConfig)
-
-    def resolved_head_dim(self) -> int:
-        """``head_dim``, or ``dim / n_heads`` if it is null."""
-        return self.head_dim if self.head_dim is not None else self.dim // self.n_heads
-
-    def block_parameters(self) -> int:
-        """Parameters of all blocks, without norms and biases. The values may be unchecked."""
-        head_dim = self.head_dim or self.dim // max(self.n_heads, 1)
-        attention = head_dim * 2 * (self.n_heads + self.n_kv_heads)
-        return self.n_layers * self.dim * (attention + 3 * self.ffn_dim)
-
-    def window(self, layer: int) -> int | None:
-        """Keys that a token attends to in a layer, its own included; None for all before it."""
-        if self.windows is None:
-            return None
-        window = self.windows[layer % len(self.windows)]
-        return None if window == FULL else window
-
-    def rows(self, n_tokens: int) -> int:
-        """Rows of embedding and head for ids below ``n_tokens``.
-
-        Raises ``ConfigError`` if ``vocab_size`` is less.
-        """
-        if self.vocab_size is not None and self.vocab_size < n_tokens:
-            raise ConfigError(
-                f"model.vocab_size={self.vocab_size} has no row for some tokens: the tokenizer's "
-                f"ids go up to {n_tokens - 1}; nearest valid: model.vocab_size={n_tokens}"
-            )
-        return n_tokens if self.vocab_size is None else self.vocab_size
-
-
-@dataclass
-class SourceConfig:
-    path: str = MISSING
-    weight: float = 1.0
-    pattern: str | None = None
-    text_field: str | None = None
-    format: str | None = None
-    split_on: str | None = None
-    split_bytes: int | None = None
-    min_len: int | None = None
-
-
-@dataclass
-class DataConfig:
-    path: str | None = MISSING
-    sources: dict[str, SourceConfig] = field(default_factory=dict)
-    pattern: str = "**/*"
-    text_field: str = "text"
-    format: str = PLAIN
-    chat_template: str | None = None
-    split_on: str | None = None
-    split_bytes: int | None = None
-    held_out: float = 0.05
-    held_out_salt: int = 0
-    validation_path: str | None = None
-    tokenizer: str | None = None
-    vocab_size: int = 4096
-    bos_token: str = "<|endoftext|>"
-    eos_token: str | None = None
-    special_tokens: str = "text"
-    seq_len: int = 4096
-    piece_len: int | None = None
-    document_mask: bool = True
-    min_len: int | None = None
-    packing: str = "stream"
-    cache_dir: str = "~/.cache/ringfa3/data"
-    verify: bool = True
-
-    def longest_document(self) -> int:
-        """Tokens of the longest document in a sample: the context length of the training."""
-        whole = self.seq_len if self.piece_len is None else self.piece_len
-        return whole if self.document_mask else self.seq_len
-
-
-@dataclass
-class OptimConfig:
-    lr: float = 3e-3  # of the smallest models; a config of files has that of its model's size
-    embedding_lr_scale: float = 1.0
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    schedule: str = "cosine"
-    warmup_steps: int | None = None
-    schedule_steps: int | None = None
-    decay_steps: int | None = None
-    final_lr_ratio: float = 0.0
-    clip: float | None = 1.0
-
-
-@dataclass
-class ParallelConfig:
-    cp: int = 1
-    layout: str = "zigzag"
-    transport: str = "auto"
-    device: str = "auto"
-    timeout_s: float = 600.0
-    threads: int | None = None
-    numa: bool = True
-
-
-@dataclass
-class EngineConfig:
-    name: str = "ddp"
-    shard: str | None = None
-    reduce: str | None = None
-    stage: int | None = None
-    offload: str | None = None
-
-
-@dataclass
-class TrainConfig:
-    steps: int = 300
-    batch: int | None = None
-    accumulation: int | None = None
-    batch_tokens: int | None = None
-    precision: str = "auto"
-    residual: str = "float32"
-    seed: int = 0
-    deterministic: bool = False
-    attention: str = "ringfa3"
-    compile: str = "auto"
-    eval_every: int = 100
-    eval_bytes: int | str | None = AUTO
-    final_eval_bytes: int | str | None = AUTO
-    final_eval_last: int | None = None
-    final_eval_len: int | None = None
-    max_wall_time: float | None = None
-
-
-@dataclass
-class MemoryConfig:
-    recompute: str = "none"
-    mlp_chunk: int | None = None
-    loss_chunk: int | None = None
-    offload: str = "none"
-    offload_layers: int | None = None
-    recompute_layers: int | None = None
-    force: bool = False
-
-    def loss_tokens(self, rows: int) -> int:
-        """Tokens in a chunk of the loss, if each has ``rows`` logits."""
-        if self.loss_chunk is not None:
-            return self.loss_chunk
-        return max(LEAST_LOSS_TOKENS, MOST_LOGITS // rows)
-
-    def recomputed(self, n_layers: int) -> int:
-        """How many of ``n_layers`` layers the backward recomputes: the first ones."""
-        if self.recompute == "none":
-            return 0
-        return n_layers if self.recompute_layers is None else self.recompute_layers
-
-    def offloaded(self, n_layers: int) -> int:
-        """How many of ``n_layers`` layers offload their tensors: the first of those that recompute.
-
-        The last of those does not: its backward fetches the tensors of the one before it.
-        """
-        if self.offload == "none":
-            return 0
-        last = self.recomputed(n_layers) - 1
-        return last if self.offload_layers is None else self.offload_layers
-
-
-@dataclass
-class CheckpointConfig:
-    every: int = 100
-    keep: int = 2
-    keep_every: int | None = None
-    resume: str = "auto"
-    init_from: str | None = None
-    reset_data: bool = False
-    accept_changes: list[str] = field(default_factory=list)
-    stop_s: float = 12.0
-
-    def resumes(self) -> bool:
-        """Whether ``resume`` is the path of another run or checkpoint."""
-        return self.resume not in ("auto", "never")
+RUN_MODES = ("eval", "needle", "rope")  # evaluate a run, on any number of ranks
+MODES = ("train", "check", "estimate", "verify", "generate", "export", *RUN_MODES)
 
 
 @dataclass
 class Config:
-    mode: str = "train"
+    """All settings of a command."""
+
+    mode: str = key("train", choices=MODES)
+    """check validates the config and starts nothing. estimate predicts memory and the time of a
+    step, without a GPU. verify compares a step with parallel.cp to the same step with cp 1. The
+    other modes use a checkpoint of run.dir. generate writes text. eval computes the loss of a text.
+    needle runs a needle in a haystack. rope computes losses by position with other settings of
+    RoPE. export writes a folder for Hugging Face's transformers"""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -294,10 +89,10 @@ class Config:
     def accumulation_over(self, dp: int) -> int:
         """Samples per step of each of ``dp`` data-parallel ranks."""
         train = self.train
-        if train.batch is not None:
-            return train.batch // dp
-        if train.accumulation is not None or train.batch_tokens is None:
-            return train.accumulation or 1
+        if train.global_batch_size is not None:
+            return train.global_batch_size // dp
+        if train.gradient_accumulation_steps is not None or train.batch_tokens is None:
+            return train.gradient_accumulation_steps or 1
         return max(1, round(train.batch_tokens / (dp * self.data.seq_len)))
 
 
@@ -305,10 +100,6 @@ SOURCES = "data.sources"
 NAME = "NAME"
 
 GROUPS = ("model", "data", "optim", "engine", "memory", "hardware", "experiment")
-
-# Keys of earlier versions. The command line rejects them and names the new key; old runs may use
-# them.
-RENAMED = {"train.recompute": "memory.recompute", "train.loss_chunk": "memory.loss_chunk"}
 
 
 def register_schema() -> None:
@@ -379,15 +170,11 @@ def from_plain(values: dict[str, Any]) -> Config:
     """
     if not isinstance(values, dict):
         raise ConfigError("the sections of a config are missing")
-    for key, value in values.items():
-        if not isinstance(value, str if key == "mode" else dict):
-            raise ConfigError(f"{key}={value} must be {'a word' if key == 'mode' else 'a section'}")
-    for old, new in RENAMED.items():
-        (section, key), (present, name) = old.split("."), new.split(".")
-        if key in values.get(section, {}):
-            kept = {k: value for k, value in values[section].items() if k != key}
-            moved = values.get(present, {}) | {name: values[section][key]}
-            values = values | {section: kept, present: moved}
+    for name, value in values.items():
+        if not isinstance(value, str if name == "mode" else dict):
+            form = "a word" if name == "mode" else "a section"
+            raise ConfigError(f"{name}={value} must be {form}")
+    values = with_new_names(values)
     if "train" in values:
         values = values | {"train": {"compile": "none"} | values["train"]}
     if "data" in values:

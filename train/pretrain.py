@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from dataclasses import dataclass
@@ -61,29 +62,32 @@ from hydra.errors import (  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
-from train.checks.config import RUN_MODES, check  # noqa: E402
+from train.checks.config import check  # noqa: E402
 from train.config import (  # noqa: E402
     GROUPS,
     NAME,
-    RENAMED,
+    RUN_MODES,
     SOURCES,
     Config,
     ConfigError,
     register_schema,
 )
+from train.help import help_text  # noqa: E402
 from train.keys import default, nearest, schema_keys, source_name, to_schema_key  # noqa: E402
 from train.run.inherit import resolve_inherited  # noqa: E402
 from train.run.run_config import with_run_config  # noqa: E402
 from train.run.stopper import Stopper  # noqa: E402
+from train.sections.renamed import RENAMED, RENAMED_VALUES  # noqa: E402
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The command line: Hydra's flags without ``-m``, the overrides, and whether ``-m`` is set."""
+    """The command line: Hydra's flags without ``-m``, the overrides, and which modes are set."""
 
     flags: list[str]
     overrides: list[str]
     multirun: bool
+    help: bool
 
 
 def read_command_line(arguments: list[str]) -> CommandLine:
@@ -98,7 +102,8 @@ def read_command_line(arguments: list[str]) -> CommandLine:
     flags = [a for a in arguments if not (left and a == left[0] and left.pop(0))]
     multirun = read.multirun or "hydra.mode=MULTIRUN" in read.overrides
     single = [flag for flag in flags if flag != "-m" and not "--multirun".startswith(flag)]
-    return CommandLine(single, [_quote_home(text) for text in read.overrides], multirun)
+    overrides = [_quote_home(text) for text in read.overrides]
+    return CommandLine(single, overrides, multirun, read.help)
 
 
 def _quote_home(override: str) -> str:
@@ -180,6 +185,8 @@ def explain(error: Exception) -> str:
     """Explain a config error, from Hydra, OmegaConf, YAML or the trainer, in one or two lines."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
+        if new := RENAMED_VALUES.get(f"{group}={option}"):
+            return f"{group}={option}: its name is {new} now"
         options = sorted(error.options or [])
         match = nearest(option, options)
         hint = f"did you mean {group}={match}? " if match else ""
@@ -229,6 +236,10 @@ def main() -> None:
     stopper = None
     try:
         line = read_command_line(sys.argv[1:])
+        if line.help:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may be `head`
+            print(help_text(line.overrides, min(100, shutil.get_terminal_size().columns)))
+            return
         given = check_command_line(line)
         if line.multirun:
             from train.tasks.sweep import run_sweep

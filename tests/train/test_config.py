@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
 import re
 import subprocess
 import sys
@@ -13,10 +13,22 @@ import yaml
 
 from tests.train.forks import SCRIPT, TORCHRUN
 from tests.train.jobs import HANG_S
-from train.checks import engine
-from train.keys import default, nearest, schema_keys, to_schema_key
+from train.config import GROUPS
+from train.help import help_text, options
+from train.keys import (
+    default,
+    describe_values,
+    nearest,
+    schema,
+    schema_keys,
+    to_schema_key,
+    value_keys,
+)
 
 ROOT = Path(__file__).absolute().parents[2]
+spec = importlib.util.spec_from_file_location("reference", ROOT / ".ci" / "reference.py")
+REFERENCE = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(REFERENCE)
 BY_SIZE = ("optim.lr", "train.batch_tokens")  # keys that the size of the model decides
 
 
@@ -38,7 +50,7 @@ BY_SIZE = ("optim.lr", "train.batch_tokens")  # keys that the size of the model 
         ("engine.shard=all", "engine=fsdp2, not of engine=ddp", "choose engine=fsdp2"),
         ("train.recompute=full", "train.recompute", "its name is memory.recompute now"),
         ("+train.loss_chunk=7", "train.loss_chunk", "its name is memory.loss_chunk now"),
-        ("memory=keeep", "memory=keeep", "did you mean memory=keep?"),
+        ("memory=nonee", "memory=nonee", "did you mean memory=none?"),
         ("engine.stage=two", "engine.stage", "valid would be engine.stage=null"),
         ("data=text", "data.path", "data.path="),
         ("train.seed=[", "train.seed", "quote a value"),
@@ -143,16 +155,32 @@ def test_a_mixture_without_sources_is_rejected(pretrain):
     assert "data.sources.NAME.path=..." in done.stderr
 
 
-def test_help_shows_groups_and_keys(pretrain):
-    done = pretrain("--help")
+@pytest.mark.parametrize("width", [20, 60, 80])
+def test_help_explains_every_key_without_a_broken_word(width):
+    """Each key with its type, default and meaning; lines are broken at spaces alone. Some words
+    are longer than 20 letters."""
+    text = help_text([], width)
+    for group in GROUPS:
+        assert f"  {group}: {', '.join(options(group))}" in text
+    assert "model: 125m, 1b, 8b, inherit, tiny" in text
+    words = " ".join(text.split())
+    for key in value_keys():
+        assert f" {key} {describe_values(key)} {schema()[key].meaning}" in words
+    keys = text[text.index("Keys (key=value)") :].splitlines()
+    assert width == 20 or max(map(len, keys)) <= width
+    if width == 80:
+        assert "data.seq_len (int >= 2, default: 4096)\n      tokens per sample, over all" in text
+
+
+def test_help_explains_a_section_a_source_and_a_key(pretrain):
+    done = pretrain("--help", "guard", "data.sources.books.weight", "model.rope.type=yarn")
     assert done.returncode == 0
-    for expected in (
-        "torchrun",
-        "model: 125m, 1b, 8b, inherit, tiny",
-        "experiment: 1b_1m, 8b_512k, demo, extend",
-        "seq_len: 4096",
-    ):
-        assert expected in done.stdout
+    named = [line.split()[0] for line in done.stdout.splitlines() if re.match(r"  [a-z]", line)]
+    sought = ["guard.sigma", "guard.window", "guard.patience", "data.sources.NAME.weight"]
+    assert named == [*sought, "model.rope.type"]
+    done = pretrain("--help", "gaurd")
+    assert done.returncode == 2
+    assert "no such section or key; the nearest is guard" in done.stderr
 
 
 def test_nearest_handles_wrong_sections_and_swapped_letters():
@@ -171,41 +199,37 @@ def test_a_source_may_have_any_name():
     assert default("data.sources.NAME.weight") == 1.0
 
 
-def test_every_key_of_the_files_is_documented_and_in_the_schema():
-    """The files with the defaults: each key is preceded by a comment ``(type, default: ...)``.
-
-    The keys of an engine are null for the others: its file has their defaults.
-    """
-    documented = []
-    files = [("", "config"), ("model", "model/tiny"), ("data", "data/stdlib")]
-    files += [
-        ("optim", "optim/adamw"),
-        *(("engine", f"engine/{name}") for name in engine.ENGINES),
-    ]
-    files += [("memory", "memory/keep"), ("hardware", "hardware/h200")]
-    for section, name in files:
-        text = (ROOT / "configs" / f"{name}.yaml").read_text()
-        values = {k: v for k, v in yaml.safe_load(text).items() if k not in ("defaults", "hydra")}
-        for key, value in _leaves(values, section):
-            line = rf"\(.+default: .+\)[^\n]*\n(\s*#[^\n]*\n)*\s*{key.rpartition('.')[2]}: "
-            assert re.search(line, text), f"{key} has no comment in {name}.yaml"
-            documented.append(key)
-            if section == "engine":
-                usual = name.rpartition("/")[2] if key == "engine.name" else value
-                assert f"default: {usual}):" in text
-                continue
-            if key in BY_SIZE:
-                assert value == "???"
-                continue
+def test_every_key_has_a_meaning_and_stands_in_a_file_with_its_default():
+    """The keys of an engine are null for the others: its file has their values."""
+    found = {key: value for name in REFERENCE.EXPLAINING for key, value in _values(name)}
+    expected = [key for key in value_keys() if not key.startswith("data.sources.NAME.")]
+    assert sorted(found) == sorted(expected)
+    for key in value_keys():
+        assert schema()[key].meaning, f"{key} has no docstring"
+        if key in BY_SIZE:
+            assert found[key] == "???"
+        elif key in expected and not key.startswith("engine."):
             usual = default(key) if key != "data.path" else None
-            assert value == pytest.approx(usual) if isinstance(value, float) else value == usual
-    sections = [key for key in schema_keys() if dataclasses.is_dataclass(default(key))]
-    of_a_source = [key for key in schema_keys() if key.startswith("data.sources.NAME.")]
-    assert sorted(set(documented)) == sorted(set(schema_keys()) - set(sections) - set(of_a_source))
-    text = (ROOT / "configs" / "data" / "mixture.yaml").read_text()
-    for key in of_a_source:
-        line = rf"# \(.+default[^)]*\)[^\n]*\n#       {key.rpartition('.')[2]}: "
-        assert re.search(line, text), f"{key} has no comment in mixture.yaml"
+            exact = not isinstance(usual, float)
+            assert found[key] == (usual if exact else pytest.approx(usual))
+
+
+def test_comments_and_the_reference_are_those_of_the_schema():
+    """After a change of train/sections/: python .ci/reference.py."""
+    assert (ROOT / "docs" / "reference.md").read_text() == REFERENCE.page()
+    for name, prefix in REFERENCE.EXPLAINING.items():
+        text = (ROOT / "configs" / name).read_text()
+        assert text == REFERENCE.commented(text, prefix), name
+        bare = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("# ("))
+        for key, _ in _values(name):
+            assert describe_values(key)[:60] in text, f"{key} has no comment in {name}"
+            assert describe_values(key)[:60] not in bare
+
+
+def _values(name):
+    text = (ROOT / "configs" / name).read_text()
+    values = {k: v for k, v in yaml.safe_load(text).items() if k not in ("defaults", "hydra")}
+    return _leaves(values, REFERENCE.EXPLAINING[name].rstrip("."))
 
 
 def _leaves(values, prefix):

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests.train.jobs import ROOT
 from tests.train.test_train_imports import MODULES, TRAIN, imported
 from train import extras
+from train.console import LineConsole
 from train.log.plots import draw, plot_losses
 
 # What comes with Python, with ringfa3 itself, or with omegaconf.
@@ -73,7 +73,7 @@ def test_without_matplotlib_a_line_names_the_extra(capsys, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    draw(lambda: plot_losses(Path("unused.png"), {"a": [1.0]}), Console(highlight=False))
+    draw(lambda: plot_losses(Path("unused.png"), "", {"a": [1.0]}), LineConsole())
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("no plot: ")
     assert line.endswith("; pip install -e '.[plots]'")

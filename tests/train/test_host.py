@@ -165,11 +165,11 @@ def test_a_corpus_is_verified_once_per_host(config, monkeypatch):
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-@pytest.mark.parametrize("piece_len", [None, 20])
-def test_shared_samples_are_those_of_one_process(config, packing, piece_len):
+@pytest.mark.parametrize("max_doc_len", [None, 20])
+def test_shared_samples_are_those_of_one_process(config, packing, max_doc_len):
     """With the index in memory and without a digest nothing is shared; equal in every bit."""
     data = config.data
-    data.packing, data.piece_len, data.min_len, data.seq_len = packing, piece_len, 40, 64
+    data.packing, data.max_doc_len, data.min_len, data.seq_len = packing, max_doc_len, 40, 64
     shared = open_corpus(data).train
     columns = {name: np.array(getattr(shared, name)) for name in COLUMNS}
     alone = Documents(**{**vars(shared), **columns, "digest": None})
@@ -199,8 +199,8 @@ from train.data.documents import open_split
 from train.data.mixture import training_samples
 from train.data.samples import evaluation_documents
 
-folder, packing, piece_len = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) or None
-data = DataConfig(seq_len=1024, piece_len=piece_len, packing=packing)
+folder, packing, max_doc_len = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) or None
+data = DataConfig(seq_len=1024, max_doc_len=max_doc_len, packing=packing)
 size = (folder / "00000.bin").stat().st_size
 tracemalloc.start()  # numpy's arrays too, and no memory that a file backs
 documents = open_split(
@@ -214,19 +214,21 @@ print(*tracemalloc.get_traced_memory())
 """
 
 
-@pytest.mark.parametrize(("packing", "piece_len"), [("stream", 0), ("stream", 5), ("best_fit", 0)])
-def test_a_document_takes_16_bytes_of_a_host(tmp_path, packing, piece_len):
+@pytest.mark.parametrize(
+    ("packing", "max_doc_len"), [("stream", 0), ("stream", 5), ("best_fit", 0)]
+)
+def test_a_document_takes_16_bytes_of_a_host(tmp_path, packing, max_doc_len):
     """Three ranks together: what they hold, and with the defaults also the sum of their peaks.
 
     A rank may have copies of some documents, of a number that does not grow with the corpus.
     """
     count, copies = (500_000 if packing == "stream" else 60_000), 2_000_000
     write_index(tmp_path / "train", count)
-    ranks = [python(RANK, tmp_path / "train", packing, piece_len) for _ in range(3)]
+    ranks = [python(RANK, tmp_path / "train", packing, max_doc_len) for _ in range(3)]
     memory = [[int(size) for size in rank.communicate()[0].split()] for rank in ranks]
     held, peaks = (sum(sizes) for sizes in zip(*memory, strict=True))
     assert held <= 3 * copies
-    if (packing, piece_len) == ("stream", 0):
+    if (packing, max_doc_len) == ("stream", 0):
         assert peaks <= 16 * count + 3 * copies
 
 

@@ -29,7 +29,7 @@ def alone(overrides, tmp_path_factory) -> dict[int, Path]:
     folders = {}
     for accumulation in (1, 2):
         folder = folders[accumulation] = tmp_path_factory.mktemp("alone") / "run"
-        own = [f"run.dir={folder}", f"train.accumulation={accumulation}"]
+        own = [f"run.dir={folder}", f"train.gradient_accumulation_steps={accumulation}"]
         done = run_script(*overrides, *own)
         assert done.returncode == 0, done.stderr
     return folders
@@ -47,7 +47,11 @@ def test_curves_agree(overrides, alone, tmp_path, processes, cp, accumulation, s
     samples that one process reads as two micro-batches.
     """
     folder = tmp_path / "run"
-    spread = [f"parallel.cp={cp}", f"train.accumulation={accumulation}", f"run.dir={folder}"]
+    spread = [
+        f"parallel.cp={cp}",
+        f"train.gradient_accumulation_steps={accumulation}",
+        f"run.dir={folder}",
+    ]
     run_ranks(processes, *overrides, *spread)
     expected, got = metrics(alone[same_as]), metrics(folder)
     assert [record["step"] for record in got] == list(range(1, STEPS + 1))
@@ -64,8 +68,8 @@ def test_curves_agree(overrides, alone, tmp_path, processes, cp, accumulation, s
 
 def test_a_rank_without_tokens_takes_part(overrides, tmp_path):
     """Samples of two tokens over three ranks: the same curve as on one rank, to 1e-5."""
-    short = ["data.seq_len=2", "data.piece_len=2", "train.steps=3", "train.final_eval_bytes=1"]
-    short += ["train.eval_every=0", "train.accumulation=4"]
+    short = ["data.seq_len=2", "data.max_doc_len=2", "train.steps=3", "train.final_eval_bytes=1"]
+    short += ["train.eval_every=0", "train.gradient_accumulation_steps=4"]
     curves = []
     for processes in (1, 3):
         folder = tmp_path / f"run{processes}"
@@ -87,6 +91,7 @@ def test_a_run_leaves_its_files(alone):
     keys = [
         "step",
         "loss",
+        "perplexity",
         "nats_per_byte",
         "bits_per_byte",
         "grad_norm",

@@ -39,10 +39,12 @@ def test_a_model_has_a_rate_and_a_batch_of_its_own(model, lr, tokens, samples):
 
 
 def test_what_is_given_wins(tmp_path):
-    config = composed("model=1b", "optim.lr=1e-3", "train.accumulation=2", "optim.warmup_steps=7")
+    config = composed(
+        "model=1b", "optim.lr=1e-3", "train.gradient_accumulation_steps=2", "optim.warmup_steps=7"
+    )
     assert (config.optim.lr, config.optim.warmup_steps) == (1e-3, 7)
     assert config.accumulation_over(4) == 2
-    assert composed("model=1b", "train.batch=8").accumulation_over(4) == 2
+    assert composed("model=1b", "train.global_batch_size=8").accumulation_over(4) == 2
     assert composed("model=8b", "train.batch_tokens=65536").accumulation_over(4) == 4
     assert composed("model=8b", "train.batch_tokens=null").accumulation_over(4) == 1
 

@@ -12,6 +12,7 @@ TRAIN = Path(__file__).parents[2] / "train"
 # A package imports from those before it. Each package's docstring names them.
 ORDER = [
     "extras",
+    "console",
     "slurm",
     "recipe",
     "sections",
@@ -19,6 +20,7 @@ ORDER = [
     "config",
     "compile_choice",
     "keys",
+    "help",
     "paths",
     "host",
     "text",

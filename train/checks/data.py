@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
-from train.config import FORMATS, NO_EOS, PLAIN, SOURCES, Config, ConfigError, DataConfig
+from train.config import NO_EOS, PLAIN, SOURCES, Config, ConfigError, DataConfig
 from train.keys import nearest
 from train.paths import expand
 
@@ -23,15 +22,15 @@ def check_data(data: DataConfig) -> None:
             f"name documents for validation; nearest valid: data.held_out=0 "
             f"(or data.validation_path=null)"
         )
-    if data.validation_path is None and not 0 < data.held_out < 1:
+    if data.validation_path is None and data.held_out == 0:
         raise ConfigError(
-            f"data.held_out={data.held_out} must lie between 0 and 1, for example 0.05; 0 needs "
-            f"documents of data.validation_path"
+            "data.held_out=0 needs documents of data.validation_path; for example "
+            "data.held_out=0.05 (or data.validation_path=PATH)"
         )
-    if data.piece_len is not None and data.piece_len > data.seq_len:
+    if data.max_doc_len is not None and data.max_doc_len > data.seq_len:
         raise ConfigError(
-            f"data.piece_len={data.piece_len} exceeds data.seq_len={data.seq_len}; "
-            f"nearest valid: data.piece_len={data.seq_len}"
+            f"data.max_doc_len={data.max_doc_len} exceeds data.seq_len={data.seq_len}; "
+            f"nearest valid: data.max_doc_len={data.seq_len}"
         )
     if data.packing == "best_fit" and not data.document_mask:
         raise ConfigError(
@@ -76,23 +75,10 @@ def _check_sources(data: DataConfig) -> None:
             f"data.path={data.path} and data.sources ({', '.join(data.sources)}) are both given; "
             f"choose one: data.path=null, or the path without the sources"
         )
-    for name, source in data.sources.items():
+    for name in data.sources:
         key = f"{SOURCES}.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ConfigError(f"{key}: the name of a source has letters, digits, _ and - only")
-        if source.format not in (None, *FORMATS):
-            match = nearest(source.format, FORMATS) or PLAIN
-            raise ConfigError(
-                f"{key}.format={source.format}: allowed are {', '.join(FORMATS)}; nearest valid: "
-                f"{key}.format={match}"
-            )
-        for name_of_key, least in (("min_len", 1), ("split_bytes", 4)):
-            value = getattr(source, name_of_key)
-            if value is not None and value < least:
-                own = f"{key}.{name_of_key}"
-                raise ConfigError(f"{own}={value}; nearest valid: {own}={least}")
-        if not 0 < source.weight < math.inf:
-            raise ConfigError(f"{key}.weight={source.weight} must be above 0 and finite")
     total = sum(source.weight for source in data.sources.values())
     for name, source in data.sources.items():
         if source.weight < MIN_SHARE * total:

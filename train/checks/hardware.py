@@ -14,12 +14,12 @@ def check_hardware(hardware: HardwareConfig) -> None:
         given = getattr(hardware, keys)
         for name in names:
             values = getattr(hardware, name)
-            if len(values) != len(given) or not given or min(values) <= 0:
+            if len(values) != len(given):
                 raise ConfigError(
-                    f"hardware.{name}={values} must have a speed above 0 for each of "
+                    f"hardware.{name}={values} must have a speed for each of "
                     f"hardware.{keys}={given}"
                 )
-        if given != sorted(set(given)):
+        if given != sorted(given):
             raise ConfigError(
-                f"hardware.{keys}={given} must rise; for example {sorted(set(given))}"
+                f"hardware.{keys}={given} must rise; nearest valid: hardware.{keys}={sorted(given)}"
             )

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from train.config import FULL, ConfigError, ModelConfig, RopeConfig
-from train.keys import default
+from train.config import ConfigError, ModelConfig, RopeConfig
+from train.keys import default, shown
+from train.sections.model import FULL, ROPE_TYPES
 
-# Copies of constants of ringfa3, because importing ringfa3 would import torch.
+# A copy of a constant of ringfa3, because importing ringfa3 would import torch.
 QUANTISED_HEAD_DIMS = (64, 128, 256)
-SOFTMAX_SCALES = (2.0**-64, 2.0**64)
-
-# The keys of each type of RoPE, in addition to its base. The keys of other types must be defaults.
-ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "original_len", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_len", "beta_fast", "beta_slow", "attention_factor", "truncate"),
-}
 
 
 def check_model(model: ModelConfig) -> None:
@@ -48,13 +40,6 @@ def check_model(model: ModelConfig) -> None:
             f"model.attention_precision={model.attention_precision} does not support head dim "
             f"{width}; nearest valid: model.head_dim={best}"
         )
-    scale, (least, most) = model.softmax_scale, SOFTMAX_SCALES
-    if scale is not None and not least <= scale <= most:
-        best = most if scale > most else least
-        raise ConfigError(
-            f"model.softmax_scale={scale} must lie between {least} and {most}; "
-            f"nearest valid: model.softmax_scale={best} (or null: head_dim ** -0.5)"
-        )
     _check_windows(model)
     _check_rope(model.rope)
 
@@ -65,15 +50,9 @@ def _check_windows(model: ModelConfig) -> None:
         return
     if not 1 <= len(windows) <= model.n_layers:
         raise ConfigError(
-            f"model.windows={windows} must have 1 to model.n_layers={model.n_layers} entries; "
-            f"nearest valid: model.windows={windows[: model.n_layers] or [FULL]}"
+            f"model.windows={shown(windows)} must have 1 to model.n_layers={model.n_layers} "
+            f"entries; nearest valid: model.windows={shown(windows[: model.n_layers] or [FULL])}"
         )
-    for window in windows:
-        if window != FULL and not (type(window) is int and window >= 1):
-            raise ConfigError(
-                f"model.windows={windows}: {window} must be a number of keys, at least 1, or "
-                f"{FULL}; for example model.windows=[512,512,{FULL}]"
-            )
 
 
 def _check_rope(rope: RopeConfig) -> None:

@@ -126,7 +126,7 @@ def training_samples(documents: Documents, data: DataConfig, seed: int) -> Sampl
     """
 
     def stream(own: Documents, min_len: int) -> TrainingSamples | BestFitSamples:
-        settings = data.seq_len, data.piece_len, seed
+        settings = data.seq_len, data.max_doc_len, seed
         if data.packing == "best_fit":
             return BestFitSamples(own, *settings, min_len)
         return TrainingSamples(own, *settings, data.document_mask, min_len)

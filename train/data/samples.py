@@ -1,6 +1,6 @@
 """Packing: the order and the contents of samples as pure functions of (seed, index).
 
-A document is cut into slices of at most ``max_doc_len`` tokens (the key ``data.piece_len``). An
+A document is cut into slices of at most ``max_doc_len`` tokens (a key of ``data``). An
 epoch is a permutation of all slices, drawn from (seed, epoch). The epochs form one endless stream
 of tokens, and sample ``i`` is its tokens ``[i * seq_len, (i + 1) * seq_len)``. A slice that crosses
 the end of a sample is cut in two. Every token is used once per epoch for any number of processes,

@@ -115,7 +115,7 @@ class FSDP2Engine(Engine):
 def make_mesh(config: Config, parallel: ParallelLayout) -> DeviceMesh:
     """The mesh over which parameters are sharded: all ranks, or (hosts, ranks of a host).
 
-    The second is hybrid sharding (HSDP), for ``engine.shard=host``: parameters are sharded over the
+    The second is hybrid sharding (HSDP), for ``engine.shard=hsdp``: parameters are sharded over the
     ranks of a host and replicated over hosts. Raises ``RuntimeError`` on every rank if hosts have
     different numbers of processes.
     """
@@ -127,7 +127,7 @@ def make_mesh(config: Config, parallel: ParallelLayout) -> DeviceMesh:
     require_agreement(parallel, {"number of processes on its host": str(local)})
     if world % local:
         raise ConfigError(
-            f"engine.shard=host: {local} processes on this host do not divide the {world} of the "
+            f"engine.shard=hsdp: {local} processes on this host do not divide the {world} of the "
             f"job; nearest valid: engine.shard=all"
         )
     hosts = torch.arange(world, dtype=torch.int64, device="cpu").view(-1, local)

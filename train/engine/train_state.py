@@ -16,6 +16,7 @@ from train.engine.shard import Shard
 from train.engine.spike_filter import SpikeFilter
 from train.keys import flatten, shown
 from train.model.transformer import Transformer
+from train.sections.renamed import with_new_names
 
 
 class TrainState:
@@ -125,17 +126,18 @@ class TrainState:
 
 def _stream(metadata: dict[str, Any]) -> dict[str, Any]:
     """The settings that determine the stream of samples; the corpus digest covers the tokens."""
+    settings = with_new_names(metadata["settings"])
     keys = {
         key: value
-        for key, value in flatten(metadata["settings"]).items()
-        if key in ("data.seq_len", "data.piece_len", "train.seed") or key.endswith(".weight")
+        for key, value in flatten(settings).items()
+        if key in ("data.seq_len", "data.max_doc_len", "train.seed") or key.endswith(".weight")
     }
-    for key, value in flatten(metadata["settings"]).items():  # earlier versions have no such keys
+    for key, value in flatten(settings).items():  # earlier versions have no such keys
         if key == "data.packing" and value != "stream":
             keys[key] = value
         if key.startswith("data.") and key.endswith(".min_len") and value is not None:
             keys[key] = value
-    keys["data.eos_token"] = metadata["settings"]["data"].get("eos_token", NO_EOS)
+    keys["data.eos_token"] = settings["data"].get("eos_token", NO_EOS)
     return {"corpus": metadata["corpus"], **keys}
 
 

@@ -1,7 +1,4 @@
-"""Metrics of a run in progress: JSON lines, TensorBoard scalars, lines on the console.
-
-Only rank 0 records and prints.
-"""
+"""Metrics of a run in progress: JSON lines and TensorBoard scalars. Only rank 0 records."""
 
 from __future__ import annotations
 
@@ -9,25 +6,18 @@ import contextlib
 import math
 import resource
 import sys
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from train.data.position_buckets import bucket_label
 from train.log.json_lines import JsonLines
-from train.log.smoothing import mean, window_of
-from train.log.units import both_units
+from train.log.units import all_units
 from train.log.wandb_run import WandbRun
 from train.run.run_folder import RunFolder
-
-SECONDS_BETWEEN_LINES = 10.0  # if stdout is not a terminal
 
 
 def peak_memory(device: torch.device) -> int:
@@ -83,13 +73,14 @@ class Recorder:
     def step(self, record: dict[str, Any], loss_by_bucket: Sequence[float]) -> None:
         """Record one optimiser step; ``record`` is its line, ``record["step"]`` its number."""
         self._write(self._steps, record)
-        values = {f"train/{name}": value for name, value in record.items() if name != "step"}
+        scalars = (item for item in record.items() if not isinstance(item[1], list))
+        values = {f"train/{name}": value for name, value in scalars if name != "step"}
         self._plot(values | _by_bucket("loss_by_position", loss_by_bucket), record["step"])
 
     def evaluation(self, record: dict[str, Any], loss_by_bucket: Sequence[float]) -> None:
         """Record one validation after ``record["step"]`` optimiser steps."""
         self._write(self._evaluations, record)
-        losses = both_units(record["nats_per_byte"])
+        losses = all_units(record["loss"], record["nats_per_byte"])
         values = {f"held_out/{unit}": loss for unit, loss in losses.items()}
         values |= _by_bucket("held_out_loss_by_position", loss_by_bucket)
         self._plot(values, record["step"])
@@ -143,57 +134,3 @@ class Recorder:
 def _by_bucket(tag: str, losses: Sequence[float]) -> dict[str, float]:
     by_bucket = enumerate(losses)
     return {f"{tag}/{bucket_label(b)}": loss for b, loss in by_bucket if not math.isnan(loss)}
-
-
-class StepProgress:
-    """A progress bar on a terminal, else a line every 10 s. Prints nothing on a quiet console.
-
-    The training loss is a mean over the last steps. Both losses are in nats per byte.
-    """
-
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console, self._steps = console, steps
-        self._recent: deque[float] = deque(maxlen=window_of(steps))
-        self._held_out = ""
-        self._line_due = 0.0
-        self._bar = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal or console.quiet,
-        )
-        self._task = self._bar.add_task("", total=steps)
-
-    def __enter__(self) -> StepProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, record: dict[str, Any]) -> None:
-        """Show a step; ``record`` has its main figures, under the keys of ``metrics.jsonl``."""
-        self._recent.append(record["nats_per_byte"])
-        text = f"{self._losses()}  {record['tokens_per_s']:,.0f} tokens/s"
-        self._bar.update(self._task, completed=record["step"], description=text)
-        now = time.monotonic()
-        last = record["step"] == self._steps
-        if not self._console.is_terminal and (now >= self._line_due or last):
-            self.print_line(f"step {record['step']}/{self._steps}  {text}")
-            self._line_due = now + SECONDS_BETWEEN_LINES
-
-    def validated(self, step: int, nats_per_byte: float, n_bytes: int) -> None:
-        """Print the result of a validation of ``n_bytes``; later lines show it too."""
-        self._held_out = f", held out {nats_per_byte:.3f}"
-        self.print_line(f"step {step}/{self._steps}  {self._losses()} ({n_bytes:,} bytes)")
-        self._held_out += f" at step {step}"
-
-    def _losses(self) -> str:
-        return f"nats per byte: train {mean(self._recent):.3f}{self._held_out}"
-
-    def print_line(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._console.print(text, soft_wrap=True)

@@ -10,82 +10,110 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+import numpy as np
 
+from train.console import LineConsole
 from train.data.position_buckets import bucket_label
 from train.extras import remedy
 from train.log.json_lines import read_lines
 from train.log.smoothing import smoothed, window_of
+from train.log.units import bits, loss_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def draw(plot: Callable[[], None], console: Console) -> None:
+def draw(plot: Callable[[], None], console: LineConsole) -> None:
     """Call ``plot``, or print a line that names the missing package and its extra."""
     try:
         plot()
     except ModuleNotFoundError as error:
         line = f"no plot: {error}; {remedy('plots')}"
-        console.print(line, soft_wrap=True, markup=False)  # the brackets are not rich markup
+        console.print(line)
 
 
 def plot_run(
-    folder: Path, full: list[float], self_only: list[float], baselines: dict[str, float]
+    folder: Path,
+    full: list[float],
+    self_only: list[float],
+    baselines: dict[str, float],
+    bytes_per_token: float,
 ) -> None:
     """Draw ``loss.png``, and ``loss_by_position.png`` from two evaluations' losses by bucket.
 
-    ``loss.png`` shows the training loss of each step, its mean around each step, all validations,
-    and the lowest of the ``baselines``, in nats per byte.
+    ``loss.png`` shows the loss of each training step and its mean around each step, all
+    validations, and the lowest of the ``baselines`` (in nats per byte); below it the learning rate
+    and the gradient norm. Losses are in nats per token. ``bytes_per_token`` of the held-out text
+    gives the scale of bits per byte on the right.
     """
-    figure, axes = _axes()
+    figure = _figure(height=7)
+    losses, rates, norms = figure.subplots(3, sharex=True, height_ratios=[3, 1, 1])
     records, validations = (read_lines(folder / f"{name}.jsonl") for name in ("metrics", "eval"))
-    steps, losses = ([r.get(key) for r in records] for key in ("step", "nats_per_byte"))
-    raw = [math.nan if loss is None else loss for loss in losses]
-    axes.plot(steps, raw, color="C0", alpha=0.25, linewidth=0.8)
-    window = window_of(len(steps))
-    axes.plot(steps, smoothed(losses, window), color="C0", label=f"train, mean of {window} steps")
-    held_out = [math.nan if r["nats_per_byte"] is None else r["nats_per_byte"] for r in validations]
-    axes.plot([r["step"] for r in validations], held_out, color="C1", marker="o", label="held out")
+    steps, window = [record["step"] for record in records], window_of(len(records))
+    _draw_smoothed(losses, steps, [loss_of(record) for record in records], window)
+    at, held_out = [r["step"] for r in validations], [loss_of(r) for r in validations]
+    losses.plot(at, held_out, color="C1", marker="o", label="held out")
     strongest = min(baselines, key=lambda name: baselines[name])
-    label = f"{strongest}, held out"
-    axes.axhline(baselines[strongest], color="0.4", linestyle="--", label=label)
-    axes.set(xlabel="optimiser step", ylabel="loss (nats per byte)")
-    axes.legend()
+    level = baselines[strongest] * bytes_per_token
+    losses.axhline(level, color="0.4", linestyle="--", label=f"{strongest}, held out")
+    losses.set(title=f"Training of {folder.name}", ylabel="loss (nats per token)")
+    scale = bits(1 / bytes_per_token)
+    right = losses.secondary_yaxis("right", functions=(lambda y: y * scale, lambda y: y / scale))
+    right.set_ylabel("bits per byte of the held-out text")
+    rates.plot(steps, [record.get("lr") or math.nan for record in records], color="C2")
+    rates.set(ylabel="learning rate", yscale="log")
+    _draw_smoothed(norms, steps, [record.get("grad_norm") for record in records], window)
+    norms.set(xlabel="optimiser step", ylabel="gradient norm", yscale="log")
+    losses.legend()
+    for axes in (losses, rates, norms):
+        axes.grid(alpha=0.3)
     figure.savefig(folder / "loss.png", dpi=150)
-
-    figure, axes = _axes()
-    _draw_by_position(axes, {"attention": full, "current token only": self_only})
-    axes.set(ylabel="held-out loss (nats per token)")
-    figure.savefig(folder / "loss_by_position.png", dpi=150)
+    by_position = {"attention": full, "current token only": self_only}
+    title = f"Held-out loss of {folder.name} by position"
+    plot_losses(folder / "loss_by_position.png", title, by_position)
 
 
-def plot_losses(path: Path, loss_by_bucket: dict[str, list[float]]) -> None:
-    """Plot losses by position, a labelled curve each."""
-    figure, axes = _axes()
-    _draw_by_position(axes, loss_by_bucket)
-    axes.set(ylabel="loss (nats per token)")
+def _draw_smoothed(axes: Axes, steps: list[int], values: list[float | None], window: int) -> None:
+    axes.plot(steps, np.array(values, float), color="C0", alpha=0.25, linewidth=0.8)
+    label = f"train, mean of {window} steps"
+    axes.plot(steps, smoothed(values, window), color="C0", label=label)
+
+
+def plot_losses(path: Path, title: str, loss_by_bucket: dict[str, list[float]]) -> None:
+    """Plot losses by position, a labelled curve each, in nats per token."""
+    figure = _figure()
+    axes = figure.subplots()
+    for label, losses in loss_by_bucket.items():
+        axes.plot(losses, marker="o", label=label)
+    ticks = range(max(map(len, loss_by_bucket.values())))
+    axes.set_xticks(ticks, [bucket_label(bucket) for bucket in ticks], rotation=45, ha="right")
+    axes.set(
+        title=title, xlabel="position in the document (tokens)", ylabel="loss (nats per token)"
+    )
+    axes.legend()
+    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
 
 def plot_needle(path: Path, cells: list[dict[str, Any]]) -> None:
     """Draw each task's share of matches by length and depth, from the cells of needle.json."""
-    from matplotlib.figure import Figure
-
     tasks = list(dict.fromkeys(cell["task"] for cell in cells))
     lengths, depths = (sorted({cell[key] for cell in cells}) for key in ("length", "depth"))
-    figure = Figure(figsize=(1 + 4 * len(tasks), 4), layout="constrained")
+    figure = _figure(width=1 + 4 * len(tasks))
+    figure.suptitle("Needles found, of all trials")
     image = None
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
         shares = [[math.nan] * len(lengths) for _ in depths]
         for cell in (cell for cell in cells if cell["task"] == task):
             row, column = depths.index(cell["depth"]), lengths.index(cell["length"])
-            shares[row][column] = cell["matches"] / cell["trials"]
+            shares[row][column] = share = cell["matches"] / cell["trials"]
+            text, color = f"{cell['matches']}/{cell['trials']}", "black" if share > 0.5 else "white"
+            axes.text(column, row, text, color=color, ha="center", va="center")
         image = axes.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-        axes.set(title=task, xlabel="tokens", ylabel="depth of the fact")
+        axes.set(title=task, xlabel="tokens", ylabel="depth of the needle")
     figure.colorbar(image, ax=figure.axes, label="share of exact matches")
     figure.savefig(path, dpi=150)
 
@@ -95,13 +123,18 @@ def plot_sweep(folder: Path, rows: list[dict[str, Any]]) -> None:
     across, lines = sweep_lines(rows)
     if across is None:
         return
-    figure, axes = _axes()
+    figure = _figure()
+    axes = figure.subplots()
     for label, points in sorted(lines.items()):
-        axes.plot(*zip(*points, strict=True), marker="o", label=label or None)
+        values, results = zip(*points, strict=True)
+        axes.plot(values, [bits(nats) for nats in results], marker="o", label=label or None)
     values = [x for points in lines.values() for x, _ in points]
-    if min(values) > 0 and max(values) >= 10 * min(values):
+    is_rate = across.endswith("lr")
+    if min(values) > 0 and (is_rate or max(values) >= 10 * min(values)):
         axes.set_xscale("log")
-    axes.set(xlabel=across, ylabel="held out (nats per byte)")
+    title = f"Held-out loss of {folder.name}"
+    axes.set(title=title, xlabel=across, ylabel="loss (bits per byte)")
+    axes.grid(alpha=0.3)
     if 1 < len(lines) <= 10:
         axes.legend()
     figure.savefig(folder / "sweep.png", dpi=150)
@@ -139,23 +172,11 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def _axes() -> tuple[Figure, Axes]:
-    """An empty figure without a display."""
+def _figure(width: float = 7, height: float = 4) -> Figure:
+    """An empty figure without a display; sizes are in inches."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.grid(alpha=0.3)
-    return figure, axes
-
-
-def _draw_by_position(axes: Axes, curves: dict[str, list[float]]) -> None:
-    for label, loss_by_bucket in curves.items():
-        axes.plot(loss_by_bucket, marker="o", label=label)
-    ticks = range(max(len(loss_by_bucket) for loss_by_bucket in curves.values()))
-    axes.set_xticks(ticks, [bucket_label(bucket) for bucket in ticks], rotation=45, ha="right")
-    axes.set(xlabel="position in the document (tokens)")
-    axes.legend()
+    return Figure(figsize=(width, height), layout="constrained")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from train.config import Config, ModelConfig
 from train.data.batches import Batch
-from train.engine.time_split import TimeSplit
+from train.engine.time_split import CATEGORIES, TimeSplit
 from train.model.flops import step_flops
 from train.model.window import allowed_pairs
 
@@ -50,3 +50,14 @@ def speed_of(
     shares = flops.utilisation(timing.seconds, timing.world, config.hardware.peak_tflops)
     split = {f"{category}_s": part for category, part in timing.split.seconds().items()}
     return {"flops": flops.model, **shares, **split}
+
+
+def own_seconds(line: dict[str, Any], cpu_seconds: float, cp: int) -> float:
+    """The seconds of a step in which this rank does not wait for others.
+
+    On a GPU: all but communication, and all but attention where ``cp`` ranks share a sample, since
+    a ring waits inside of it. On a CPU: the seconds of the process on all its cores.
+    """
+    waiting = {"communication"} if cp == 1 else {"communication", "attention"}
+    own = [line[f"{part}_s"] for part in CATEGORIES if part not in waiting and f"{part}_s" in line]
+    return sum(own) if own else cpu_seconds

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from train.checks.evaluation import TASKS
 from train.config import ConfigError, NeedleConfig
 from train.data.documents import Documents
 from train.data.encoder import DocumentEncoder
 from train.data.samples import IGNORED, Sample, choose_documents
+from train.sections.modes import TASKS
 
 LETTERS = list("BCDFGHJKLMNPQRSTVWXZ")
 

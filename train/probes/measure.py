@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from train.config import Config, ConfigError
+from train.console import LineConsole
 from train.data.documents import Documents
 from train.engine.parallel import (
     ParallelLayout,
@@ -43,7 +43,7 @@ class Subject:
     folder: RunFolder
     parallel: ParallelLayout
     loaded: LoadedModel
-    console: Console
+    console: LineConsole
 
 
 def run_probe(
@@ -70,7 +70,7 @@ def run_probe(
         plain = json.dumps(dataclasses.asdict(config))
         digest = hashlib.sha256(f"{plain} {text}".encode()).hexdigest()[:12]
         require_agreement(parallel, {"configuration or text": digest})
-        console = Console(quiet=rank != 0, markup=False, highlight=False)
+        console = LineConsole(quiet=rank != 0)
         loaded = load_model(config, folder, parallel, checkpoint, console.print)
         if config.eval.path is None:
             require_own_text(config, text, loaded.checkpoint)

@@ -110,7 +110,6 @@ def _report(subject: Subject, cells: list[dict[str, Any]], haystack: Haystack) -
         console.print(
             f"the running text has {haystack.text_tokens:,} tokens and is repeated; name a longer "
             "one with eval.path=...",
-            soft_wrap=True,
         )
     draw(lambda: plot_needle(plot, cells), console)
-    console.print(f"written to {path}", soft_wrap=True)
+    console.print(f"written to {path}")

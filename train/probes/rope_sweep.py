@@ -1,7 +1,7 @@
 """``mode=rope``: losses by position under other settings of RoPE, without training.
 
 The weights stay; frequencies and the attention factor change. On text beyond the run's length
-(``data.seq_len=8192 data.piece_len=null``) the losses show with which setting to extend the run.
+(``data.seq_len=8192 data.max_doc_len=null``) the losses show with which setting to extend the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from train.config import Config, RopeConfig
 from train.data.documents import Documents
 from train.data.position_buckets import bucket_label
 from train.log.plots import draw, plot_losses
-from train.log.units import with_bits
+from train.log.units import UNITS, cells
 from train.model.rope import attention_factor, rope_frequencies
 from train.model.transformer import Transformer
 from train.probes.measure import Subject, run_probe
@@ -86,12 +86,12 @@ def _report(
     first = next(iter(results.values()))
     filled = [bucket for bucket, tokens in enumerate(first.bucket_tokens) if tokens][-3:]
     at_positions = (f"at {bucket_label(bucket)}" for bucket in filled)
-    table = Table("RoPE", "nats per byte", *at_positions, title_justify="left")
-    table.title = "In parentheses: bits per byte. At positions: nats per token"
+    table = Table("RoPE", *UNITS, *at_positions, title_justify="left")
+    table.title = "At positions: nats per token"
     for label, result in results.items():
         losses = (f"{result.loss_by_bucket[bucket]:.3f}" for bucket in filled)
-        table.add_row(label, with_bits(result.nats_per_byte, 4), *losses)
+        table.add_row(label, *cells(result.nats_per_token, result.nats_per_byte), *losses)
     console.print(table)
     losses_of = {label: result.loss_by_bucket for label, result in results.items()}
-    draw(lambda: plot_losses(plot, losses_of), console)
-    console.print(f"written to {path}", soft_wrap=True)
+    draw(lambda: plot_losses(plot, "Loss by position and RoPE", losses_of), console)
+    console.print(f"written to {path}")

@@ -12,7 +12,7 @@ from train.config import Config
 from train.data.documents import Documents
 from train.data.position_buckets import bucket_label
 from train.log.plots import draw, plot_losses
-from train.log.units import both_units
+from train.log.units import in_words
 from train.paths import expand
 from train.probes.measure import Subject, run_probe
 from train.run.run_folder import write_atomically
@@ -35,8 +35,8 @@ def summary_of(result: Evaluation) -> dict[str, Any]:
     """The part of ``eval-NAME.json`` that depends only on the model and the text."""
     losses = [None if math.isnan(loss) else loss for loss in result.loss_by_bucket]
     return {
-        **both_units(result.nats_per_byte),
-        "nats_per_token": sum(result.bucket_losses) / max(1, result.tokens),
+        **result.units,
+        "nats_per_token": result.nats_per_token,
         "bytes": result.n_bytes,
         "tokens": result.tokens,
         **result.by_source,
@@ -57,17 +57,13 @@ def _report(subject: Subject, result: Evaluation) -> None:
     console.print(
         f"{path or 'held out'}: {result.n_bytes:,} bytes, {result.tokens:,} tokens predicted by "
         f"{checkpoint}",
-        soft_wrap=True,
     )
     table = Table("position", "tokens", "nats per token")
     for row in summary["by_position"]:
         if row["tokens"]:
             table.add_row(row["positions"], f"{row['tokens']:,}", f"{row['nats_per_token']:.3f}")
     console.print(table)
-    console.print(
-        f"{summary['nats_per_byte']:.4f} nats per byte ({summary['bits_per_byte']:.4f} bits per "
-        f"byte), {summary['nats_per_token']:.4f} nats per token",
-        soft_wrap=True,
-    )
-    draw(lambda: plot_losses(plot, {path or "held out": result.loss_by_bucket}), console)
-    console.print(f"written to {path_json}", soft_wrap=True)
+    console.print(in_words(result.nats_per_token, result.nats_per_byte))
+    title = f"Loss of {path or 'the held-out text'} by position"
+    draw(lambda: plot_losses(plot, title, {path or "held out": result.loss_by_bucket}), console)
+    console.print(f"written to {path_json}")

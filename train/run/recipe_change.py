@@ -50,9 +50,9 @@ def recipe_changes(config: Config, batch: int, metadata: dict[str, Any]) -> dict
         found["train.steps"] = change
     before = metadata.get("batch")
     if before not in (None, batch):
-        found["train.batch"] = Change(
+        found["train.global_batch_size"] = Change(
             f"a step has {batch} samples from here on, {before} before",
-            f"keep it with train.batch={before} (a multiple of the data-parallel size)",
+            f"keep it with train.global_batch_size={before} (a multiple of the data-parallel size)",
         )
     return found
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from train.config import AUTO, AUTO_BYTES, Config
+from train.config import Config
 from train.data.batches import Batch, make_batch, prefetch
 from train.data.documents import Documents
 from train.data.position_buckets import mean_by_bucket, n_buckets, sum_by_bucket
@@ -23,6 +23,8 @@ from train.data.samples import (
     pack,
 )
 from train.engine.parallel import ParallelLayout, sum_over_ranks
+from train.log.units import all_units
+from train.sections.training import AUTO, AUTO_BYTES
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,19 @@ class Evaluation:
         return sum(self.bucket_tokens)
 
     @property
+    def nats_per_token(self) -> float:
+        """The mean loss of the predicted tokens; 0 without any."""
+        return sum(self.bucket_losses) / max(1, self.tokens)
+
+    @property
     def nats_per_byte(self) -> float:
         """The loss of all documents in nats per byte, as ``train.log.units`` defines it."""
         return sum(self.bucket_losses) / self.n_bytes
+
+    @property
+    def units(self) -> dict[str, float]:
+        """The record's entries with the loss in all units."""
+        return all_units(self.nats_per_token, self.nats_per_byte)
 
     @property
     def by_source(self) -> dict[str, dict[str, float]]:
@@ -87,7 +99,7 @@ def evaluate(
     """Predict every token of the ``evaluation_documents`` of a budget.
 
     ``losses_of`` is a model or an engine's ``evaluate``. Documents are read in windows of
-    ``data.piece_len`` tokens (``data.seq_len`` if it is null), as in training, or of ``length``.
+    ``data.max_doc_len`` tokens (``data.seq_len`` if it is null), as in training, or of ``length``.
     Every rank must call this, calls ``losses_of`` equally often, and gets the same totals. With
     ``window_size`` (0, 0) each token attends only to itself.
     """
@@ -97,7 +109,7 @@ def evaluate(
         [document for document in chosen if first <= document < stop]
         for first, stop in pairwise(documents.bounds)
     ]
-    window = length or config.data.piece_len or seq_len
+    window = length or config.data.max_doc_len or seq_len
     first_of_last = window - (config.train.final_eval_last or 0)
     samples = [
         (source, slices)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from rich.console import Console
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from train.config import Config, ConfigError
+from train.console import LineConsole
 from train.data.encoder import DocumentEncoder
 from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import find_checkpoint, load_tensors
@@ -40,14 +40,14 @@ def run(config: Config) -> NoReturn:
             "mode=export under torchrun: one process writes the folder; start python "
             "train/pretrain.py mode=export ... without torchrun"
         )
-    console = Console(markup=False, highlight=False)
+    console = LineConsole()
     folder = RunFolder(config)
     given = config.export.checkpoint
     checkpoint = find_checkpoint(
         folder.path if given is None else expand("export.checkpoint", given), console.print
     )
     target = export(config, folder, checkpoint)
-    console.print(f"{checkpoint} is now {target}", soft_wrap=True)
+    console.print(f"{checkpoint} is now {target}")
     sys.exit(0)
 
 

@@ -12,12 +12,12 @@ from typing import NoReturn
 
 import numpy as np
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from train.config import Config, ConfigError, GenerateConfig
+from train.console import LineConsole
 from train.data.encoder import DocumentEncoder
 from train.data.tokenizer import vocabulary_size
 from train.engine.parallel import choose_device, join
@@ -35,7 +35,7 @@ def run(config: Config) -> NoReturn:
             "mode=generate under torchrun: one process writes text; start python "
             "train/pretrain.py mode=generate ... without torchrun"
         )
-    log = Console(stderr=True, markup=False, highlight=False).print
+    log = LineConsole(stderr=True).print
     options = config.generate
     device = choose_device(config)
     set_affinity(config.parallel, device)
@@ -45,7 +45,7 @@ def run(config: Config) -> NoReturn:
     never = never_generated(config, encoder)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     tokens = [encoder.bos, *encoder.texts([prompt])[0]]
-    log(f"{loaded.checkpoint}; a prompt of {len(tokens) - 1:,} tokens", soft_wrap=True)
+    log(f"{loaded.checkpoint}; a prompt of {len(tokens) - 1:,} tokens")
     trained_len = config.data.longest_document()
     if len(tokens) + options.tokens > trained_len:
         log(f"beyond {trained_len:,} tokens the model meets positions that it was not trained on")

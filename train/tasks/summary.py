@@ -7,25 +7,19 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from train.config import Config
+from train.console import LineConsole
 from train.data.shards import Corpus
 from train.engine.parallel import ParallelLayout
 from train.engine.train_state import TrainState
 from train.log.plots import draw, plot_run
 from train.log.smoothing import mean, window_of
-from train.log.units import both_units, with_bits
+from train.log.units import UNITS, bits, cells, loss_of
 from train.run.run_folder import RunFolder, write_atomically
 from train.tasks.baselines import BASELINES, measure_baselines
 from train.tasks.evaluate import Evaluation, budget_of
-
-ROWS = {
-    "this model": ("nats_per_byte", "train_nats_per_byte"),
-    "this model, current token only": ("nats_per_byte_self_only",),
-    **{name: (key,) for key, name in BASELINES.items()},
-}
 
 
 def summarise(
@@ -33,7 +27,7 @@ def summarise(
     corpus: Corpus,
     parallel: ParallelLayout,
     state: TrainState,
-    losses: Sequence[float | None],
+    steps: Sequence[dict[str, Any]],
     full: Evaluation,
     alone: Evaluation,
     short: Evaluation | None = None,
@@ -41,15 +35,19 @@ def summarise(
     """The contents of ``summary.json``.
 
     In ``alone`` each token attended only to itself. ``short`` read documents in windows of
-    ``train.final_eval_len`` tokens. ``losses`` are the training losses of all steps in nats per
-    byte; ``train_nats_per_byte`` is the mean of the last ones.
+    ``train.final_eval_len`` tokens. ``steps`` are the lines of all steps; ``train_loss`` is the
+    mean of the last ones, in nats per token.
     """
-    last_steps = window_of(state.step)
-    train = mean(losses[-last_steps:])
+    last = steps[-window_of(state.step) :]
+    train = {
+        "train_loss": mean([loss_of(line) for line in last]),
+        "train_nats_per_byte": mean([line.get("nats_per_byte") for line in last]),
+    }
     return {
-        **both_units(full.nats_per_byte),
-        "train_nats_per_byte": train if math.isfinite(train) else None,
-        "train_last_steps": last_steps,
+        **full.units,
+        **{key: loss if math.isfinite(loss) else None for key, loss in train.items()},
+        "train_last_steps": len(last),
+        "loss_self_only": alone.nats_per_token,
         "nats_per_byte_self_only": alone.nats_per_byte,
         **measure_baselines(corpus, budget_of(config, "final_eval_bytes")),
         "train_seconds": state.seconds,
@@ -69,12 +67,12 @@ def _of_lengths(config: Config, full: Evaluation, short: Evaluation | None) -> d
     """The entries for ``train.final_eval_last`` and ``final_eval_len``, if they are given."""
     found: dict[str, Any] = {}
     if config.train.final_eval_last is not None:
-        found["last"] = _last(config, config.data.piece_len or config.data.seq_len, full)
+        found["last"] = _last(config, config.data.max_doc_len or config.data.seq_len, full)
     if short is not None:
         found["short"] = {
             "length": config.train.final_eval_len,
             "nats_per_byte": short.nats_per_byte,
-            "nats_per_token": sum(short.bucket_losses) / max(1, short.tokens),
+            "nats_per_token": short.nats_per_token,
         }
         if config.train.final_eval_last is not None:
             found["short_last"] = _last(config, config.train.final_eval_len, short)
@@ -96,27 +94,28 @@ def write_summary(
     summary: dict[str, Any],
     full: Evaluation,
     alone: Evaluation,
-    console: Console,
+    console: LineConsole,
 ) -> None:
     """Write ``summary.json`` and the plots, and print the table."""
     write_atomically(folder.summary, json.dumps(summary, indent=1) + "\n")
+    bytes_per_token = full.n_bytes / max(1, full.tokens)
     baselines = {name: summary[key] for key, name in BASELINES.items()}
     by_bucket = full.loss_by_bucket, alone.loss_by_bucket
-    draw(lambda: plot_run(folder.path, *by_bucket, baselines), console)
-    title = f"Nats per byte (bits per byte). Held out: {summary['held_out_bytes']:,} bytes"
+    draw(lambda: plot_run(folder.path, *by_bucket, baselines, bytes_per_token), console)
+    title = f"Held out: {summary['held_out_bytes']:,} bytes"
     if summary["baseline_bytes"] < summary["held_out_bytes"]:
-        title += f" (baselines: {summary['baseline_bytes']:,})"
-    title += f"; train: the last {summary['train_last_steps']} steps"
-    table = Table("", "held out", "train", title=title, title_justify="left")
-    for label, keys in ROWS.items():
-        table.add_row(label, *(_number(summary[key]) for key in keys))
+        title += f", of which baselines: {summary['baseline_bytes']:,}"
+    table = Table("", *UNITS, title=title, title_justify="left")
+    table.add_row("held out", *cells(full.nats_per_token, full.nats_per_byte))
+    alone_cells = cells(alone.nats_per_token, alone.nats_per_byte)
+    table.add_row("held out, current token only", *alone_cells)
+    train = summary["train_loss"], summary["train_nats_per_byte"]
+    if None not in train:
+        table.add_row(f"train, last {summary['train_last_steps']} steps", *cells(*train))
+    for key, name in BASELINES.items():
+        table.add_row(f"{name}, held out", "", "", f"{bits(summary[key]):.3f}")
     console.print(table)
     console.print(
         f"{summary['steps']} steps in {summary['train_seconds']:.0f} s; everything is in "
         f"{folder.path}",
-        soft_wrap=True,
     )
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else with_bits(value, 3)

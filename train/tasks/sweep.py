@@ -29,12 +29,12 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, open_dict, read_write
-from rich.console import Console
 from rich.table import Table
 
 from train.checks.config import check
 from train.config import Config, ConfigError
-from train.log.units import with_bits
+from train.console import LineConsole
+from train.log.units import bits
 from train.paths import expand, make_folder
 from train.run.child_process import SIGNALS, Stopped, failure_line, run_process
 from train.run.inherit import resolve_inherited
@@ -55,6 +55,7 @@ class Job:
     steps: int
     status: str = "waiting"  # then finished, failed or stopped
     nats_per_byte: float | None = None
+    loss: float | None = None  # in nats per token
     train_seconds: float | None = None
     error: str | None = None
 
@@ -63,7 +64,7 @@ class Job:
         summary = read_summary(self.folder)
         if summary.get("steps") != self.steps:
             return False
-        self.nats_per_byte = summary["nats_per_byte"]
+        self.nats_per_byte, self.loss = summary["nats_per_byte"], summary.get("loss")
         self.train_seconds = summary["train_seconds"]
         self.status, self.error = "finished", None
         return True
@@ -80,7 +81,7 @@ class Sweep:
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.arguments = list(arguments)
-        self.console = Console(markup=False, highlight=False)
+        self.console = LineConsole()
         self.jobs: list[Job] = []
         self.folder: Path | None = None
 
@@ -98,7 +99,7 @@ class Sweep:
         for number, job in enumerate(batch):
             repeated = any(other.folder == job.folder for other in batch[:number])
             if job.status == "finished" or (repeated and job.take_result()):
-                self.console.print(f"finished before: {job.folder.name}", soft_wrap=True)
+                self.console.print(f"finished before: {job.folder.name}")
             else:
                 self._run(job)
             self._record()
@@ -156,7 +157,7 @@ class Sweep:
     def _run(self, job: Job) -> None:
         number = f"job {len([j for j in self.jobs if j.status != 'waiting']) + 1}"
         named = " ".join(f"{key}={value}" for key, value in job.choices.items())
-        self.console.print(f"{number} of {len(self.jobs)}: {named}", soft_wrap=True)
+        self.console.print(f"{number} of {len(self.jobs)}: {named}")
         begin = time.perf_counter()
         try:
             code, stderr = run_process(job.command)
@@ -171,7 +172,7 @@ class Sweep:
             failure_line(code, stderr) if code else "not complete; the same sweep continues it"
         )
         seconds = time.perf_counter() - begin
-        self.console.print(f"{job.status} after {seconds:.0f} s: {job.error}", soft_wrap=True)
+        self.console.print(f"{job.status} after {seconds:.0f} s: {job.error}")
 
     def sorted_jobs(self) -> list[Job]:
         """Finished jobs, best first, then the others in the order of the sweep."""
@@ -196,21 +197,27 @@ class Sweep:
             return True
         self._record()
         keys = list(dict.fromkeys(key for job in self.jobs for key in job.choices))
-        table = Table(*keys, "nats per byte", "train s", "status")
-        table.title, table.title_justify = "In parentheses: bits per byte", "left"
-        for column in table.columns:
-            column.overflow = "fold"
+        table = Table()
+        for key in keys:
+            alone = [other.rpartition(".")[2] for other in keys].count(key.rpartition(".")[2]) == 1
+            table.add_column(key.rpartition(".")[2] if alone else key, overflow="fold")
+        for name in ("nats per token", "bits per byte", "train s"):
+            table.add_column(name, min_width=max(map(len, name.split())))
+        table.add_column("status")
         for job in self.sorted_jobs():
-            result = "" if job.nats_per_byte is None else with_bits(job.nats_per_byte, 4)
+            loss = "" if job.loss is None else f"{job.loss:.4f}"
+            per_byte = "" if job.nats_per_byte is None else f"{bits(job.nats_per_byte):.4f}"
             seconds = "" if job.train_seconds is None else f"{job.train_seconds:.0f}"
             status = f"{job.status}: {job.error}" if job.error else job.status
-            table.add_row(*(job.choices.get(key, "") for key in keys), result, seconds, status)
+            table.add_row(
+                *(job.choices.get(key, "") for key in keys), loss, per_byte, seconds, status
+            )
         self.console.print(table)
         from train.log.plots import draw, plot_sweep
 
         folder, rows = self.folder, [job.row() for job in self.sorted_jobs()]
         draw(lambda: plot_sweep(folder, rows), self.console)
-        self.console.print(f"everything is in {self.folder}", soft_wrap=True)
+        self.console.print(f"everything is in {self.folder}")
         return all(job.status == "finished" for job in self.jobs)
 
 

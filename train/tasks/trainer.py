@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ringfa3.custom_op import set_op_hook
 from train.config import Config
+from train.console import LineConsole
 from train.data.batches import Batch, Prefetch, make_batch
-from train.data.mixture import left_out, training_samples
-from train.data.samples import Budget, DocumentSlice, pack
+from train.data.mixture import training_samples
+from train.data.samples import Budget
 from train.data.shards import Corpus
 from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import Checkpoints, read_manifest_metadata
@@ -25,26 +25,26 @@ from train.engine.parallel import ParallelLayout, require_agreement, require_sha
 from train.engine.time_split import time_split_on
 from train.engine.train_state import TrainState
 from train.estimate.prediction import Prediction
+from train.log.introduction import introduction
 from train.log.json_lines import read_lines
-from train.log.metrics import Recorder, StepProgress, device_memory, peak_memory
+from train.log.metrics import Recorder
 from train.log.profiler import profiled
+from train.log.progress import StepProgress
 from train.log.step_lines import StepLine, StepLines
-from train.log.units import both_units
 from train.log.wandb_run import WandbRun
 from train.model.window import widest
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder, write_atomically
-from train.run.schedule import describe, learning_rate
+from train.run.schedule import learning_rate
 from train.run.stopper import Run
 from train.run.update_lock import UpdateLock
 from train.tasks.estimate import errors_of
 from train.tasks.evaluate import Evaluation, budget_of, evaluate
-from train.tasks.gradients import compute_gradients
+from train.tasks.gradients import compute_gradients, prime
 from train.tasks.resume import loads_weights, prepare_folder, restore
 from train.tasks.summary import summarise, write_summary
 
 SELF_ONLY = (0, 0)  # attention window (left, right) in which each token attends only to itself
-PRIMING_TOKENS = 256
 
 
 class Trainer:
@@ -61,7 +61,7 @@ class Trainer:
     ) -> None:
         self.config, self.corpus, self.parallel = config, corpus, parallel
         self.folder, self.report, self.prediction = folder, report, prediction
-        self.console = Console(quiet=parallel.rank != 0, markup=False, highlight=False)
+        self.console = LineConsole(quiet=parallel.rank != 0)
         config_json = json.dumps(dataclasses.asdict(config), indent=1)
         digest = hashlib.sha256(config_json.encode()).hexdigest()[:12]
         require_agreement(parallel, {"configuration": digest, "corpus": corpus.digest})
@@ -84,10 +84,11 @@ class Trainer:
         )
         self.recorder: Recorder | None = None
         self.ahead: Prefetch[list[Batch]] | None = None
+        self.mfu: float | None = None  # of the latest step with a complete line
         self._rolled_back_to = -1
         self._begin(config_json)
         rows = self.model.transformer.rows
-        self.lines = StepLines(config, parallel, rows, self.times, self.recorder, self._compare)
+        self.lines = StepLines(config, parallel, rows, self.times, self.recorder, self._written)
 
     def _begin(self, config_json: str) -> None:
         """Continue the run in the folder, or start a new one there."""
@@ -108,7 +109,7 @@ class Trainer:
 
     def print_line(self, text: str) -> None:
         """Print a line on the console of rank 0."""
-        self.console.print(text, soft_wrap=True)
+        self.console.print(text)
 
     def _log_event(self, text: str) -> None:
         self.print_line(text)
@@ -146,8 +147,9 @@ class Trainer:
 
     def train(self) -> None:
         """Run all optimiser steps, with validations and checkpoints in between."""
-        self._introduce()
-        self._prime()
+        for line in introduction(self.config, self.corpus, self.state, self.parallel, self.folder):
+            self.print_line(line)
+        prime(self.engine, self.corpus.train, self.config, self.parallel)
         steps = self.config.train.steps
         profile = profiled(
             self.config.profile,
@@ -165,6 +167,7 @@ class Trainer:
         """Run steps until the last one, or until a roll-back."""
         train, state = self.config.train, self.state
         first, offset, stride = state.step, state.samples, state.batch
+        every = self.config.checkpoint.every
         if self.times is not None:
             self.times.begin_outside_a_step()
         make = lambda step: self._batches(offset + (step - first) * stride)  # noqa: E731
@@ -177,20 +180,20 @@ class Trainer:
                 record = self.step(batches, previous)
                 step_done()
                 previous = time.perf_counter()
-                progress.update(record)
+                progress.update(record, self.mfu)
                 if state.spike_filter.out_of_patience:
                     self._roll_back()
                     return
-                done, every = state.step, self.config.checkpoint.every
-                if train.eval_every and done % train.eval_every == 0 and done < train.steps:
-                    result = self._validate(done)
-                    progress.validated(done, result.nats_per_byte, result.n_bytes)
+                if self._is_due(train.eval_every) and state.step < train.steps:
+                    self._validate(progress)
                     previous = time.perf_counter()
-                    if self.times is not None:
-                        self.times.begin_outside_a_step()
                 # Do not save during skipped steps: these weights may be their cause.
-                if every and done % every == 0 and not state.spike_filter.consecutive_skips:
+                if self._is_due(every) and not state.spike_filter.consecutive_skips:
                     self._save()
+
+    def _is_due(self, every: int) -> bool:
+        """Whether what happens each ``every`` steps, never if it is 0, follows this step."""
+        return every > 0 and self.state.step % every == 0
 
     def step(self, batches: list[Batch], begin: float) -> dict[str, Any]:
         """One optimiser step, begun at ``begin`` of ``perf_counter``; returns its main figures.
@@ -199,7 +202,7 @@ class Trainer:
         The step's metrics line is written concurrently with the next step, or before other work.
         """
         parallel, optim, state = self.parallel, self.config.optim, self.state
-        spikes = state.spike_filter
+        spikes, cpu = state.spike_filter, time.process_time()
         figures = compute_gradients(
             self.engine, batches, self.config, parallel, spikes, self.times, self._meanwhile
         )
@@ -224,31 +227,27 @@ class Trainer:
             state.step += 1
             state.samples += len(batches) * parallel.dp
             state.seconds += seconds
-            record = {
-                "step": state.step,
-                "loss": loss,
-                **both_units(figures.nats_per_byte),
-                "grad_norm": grad_norm,
-                "lr": lr,
-                "tokens_per_s": figures.tokens / seconds,
-                "memory": peak_memory(parallel.device),
-                "device_memory": device_memory(parallel.device),
-                "skipped": spikes.skipped,
-            }
+            record = figures.record(state, lr, seconds, parallel.device)
+            times = seconds, time.process_time() - cpu
             counts = figures.tokens, figures.pairs, figures.loss_by_bucket
-            self.lines.add(StepLine(record, seconds, *counts))
+            self.lines.add(StepLine(record, *times, *counts))
         if skip_reason is not None:
             self._log_event(f"step {state.step} skipped ({spikes.skipped} so far): {skip_reason}")
         return record
 
-    def _meanwhile(self) -> None:
-        """The host's work while the device computes a step: next batches, last metrics line."""
+    def _meanwhile(self) -> float:
+        """The host's work while the device computes a step: next batches, last metrics line.
+
+        Returns the seconds of this rank's own work in the step before.
+        """
         if self.ahead is not None:
             self.ahead.begin()
         self.lines.write()
+        return self.lines.own_seconds
 
-    def _compare(self, seconds: float, record: dict[str, Any]) -> None:
-        """Report the errors of the prediction, once, after the first step of this process."""
+    def _written(self, seconds: float, record: dict[str, Any]) -> None:
+        """Note the MFU of a step. After the first one report the errors of the prediction."""
+        self.mfu = record.get("mfu")
         if self.prediction is None:
             return
         offload = self.model.transformer.offload
@@ -256,22 +255,6 @@ class Trainer:
         line = errors_of(self.prediction, seconds, record["device_memory"], moved)
         self.prediction = None
         self._log_event(line)
-
-    def _prime(self) -> None:
-        """Run one backward pass and drop its gradients.
-
-        DDP rebuilds its buckets after its first backward. This pass makes it do so before the first
-        step of every run, so a resumed run sums in the same order as an uninterrupted one. The pass
-        also opens connections and compiles kernels. Blocks run uncompiled here: no step could use
-        graphs for so few tokens.
-        """
-        length = min(PRIMING_TOKENS, self.config.data.seq_len, int(self.corpus.train.lengths[0]))
-        sample = pack(self.corpus.train, [DocumentSlice(0, 0, length)])
-        batch = make_batch(sample, self.parallel.cp_group, self.config.parallel.layout)
-        one = torch.ones((), dtype=torch.float32, device=self.parallel.device)
-        with torch.compiler.set_stance("force_eager"):
-            self.engine.backward(batch.to(self.parallel.device), one, last=True)
-        self.engine.discard()
 
     def _save(self) -> None:
         """Start to save the current state; called by the trainer or, at a stop, by the stopper."""
@@ -341,11 +324,11 @@ class Trainer:
         short = None if length is None else self._evaluate(budget, length=length)
         if self.recorder is None:
             return
-        self._record_evaluation(self.state.step, full)
+        self._record_evaluation(full)
         self.print_line("Counting the baselines ...")
-        losses = [line.get("nats_per_byte") for line in read_lines(self.folder.metrics)]
+        steps = read_lines(self.folder.metrics)
         state, parallel = self.state, self.parallel
-        summary = summarise(self.config, self.corpus, parallel, state, losses, full, alone, short)
+        summary = summarise(self.config, self.corpus, parallel, state, steps, full, alone, short)
         write_summary(self.folder, summary, full, alone, self.console)
 
     def _batches(self, sample: int) -> list[Batch]:
@@ -366,35 +349,22 @@ class Trainer:
         what = (self.engine.evaluate, self.corpus.held_out, self.config, self.parallel)
         return evaluate(*what, budget, window, length)
 
-    def _validate(self, step: int) -> Evaluation:
+    def _validate(self, progress: StepProgress) -> None:
         self.lines.write()
-        evaluation = self._evaluate(budget_of(self.config, "eval_bytes"))
-        self._record_evaluation(step, evaluation)
-        return evaluation
+        result = self._evaluate(budget_of(self.config, "eval_bytes"))
+        self._record_evaluation(result)
+        loss = result.nats_per_token, result.nats_per_byte
+        progress.validated(self.state.step, *loss, result.n_bytes)
+        if self.times is not None:
+            self.times.begin_outside_a_step()
 
-    def _record_evaluation(self, step: int, evaluation: Evaluation) -> None:
+    def _record_evaluation(self, evaluation: Evaluation) -> None:
         if self.recorder is not None:
             record = {
-                "step": step,
-                **both_units(evaluation.nats_per_byte),
+                "step": self.state.step,
+                **evaluation.units,
                 "bytes": evaluation.n_bytes,
                 "tokens": evaluation.tokens,
                 **evaluation.by_source,
             }
             self.recorder.evaluation(record, evaluation.loss_by_bucket)
-
-    def _introduce(self) -> None:
-        parallel, corpus = self.parallel, self.corpus
-        shards = self.engine.shards().items()
-        parameters = sum(s.shape.numel() for name, s in shards if name.startswith("model."))
-        precision = str(self.model.dtype).removeprefix("torch.")
-        self.console.print(
-            f"{parameters:,} parameters in {precision} on {parallel.world} x "
-            f"{parallel.device.type} (dp {parallel.dp}, cp {parallel.cp}); "
-            f"{len(corpus.train):,} documents of {corpus.train.lengths.sum():,} tokens"
-            f"{left_out(corpus.train, self.config.data)}, {len(corpus.held_out):,} held out; "
-            f"run folder {self.folder.path}",
-            soft_wrap=True,
-        )
-        size = f"{self.state.batch} x {self.config.data.seq_len:,} tokens a step"
-        self.print_line(f"{size}; {describe(self.config.optim, self.config.train.steps)}")

@@ -19,11 +19,11 @@ from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from train.config import Config, ConfigError
+from train.console import LineConsole
 from train.data.batches import Batch, make_batch
 from train.data.mixture import Samples, training_samples
 from train.data.samples import IGNORED
@@ -91,7 +91,7 @@ def run(config: Config) -> NoReturn:
         corpus = open_corpus(config.data)
         config = comparable(config)
         parallel = join(config.parallel, device)
-        console = Console(quiet=rank != 0, markup=False, highlight=False)
+        console = LineConsole(quiet=rank != 0)
         same, groups = compare(config, corpus, parallel, console)
         shutdown(parallel, 0 if same else 1, groups=groups)
     except ConfigError:
@@ -104,22 +104,23 @@ def run(config: Config) -> NoReturn:
 def comparable(config: Config) -> Config:
     """``config`` with samples of ``verify.seq_len`` tokens and with ``zero_init`` off.
 
-    A CP group has one sample, unless ``train.batch`` or ``train.accumulation`` gives another
-    number: with ``train.batch_tokens`` shorter samples would be more samples.
+    A CP group has one sample, unless ``train.global_batch_size`` or
+    ``train.gradient_accumulation_steps`` gives another number: with ``train.batch_tokens`` shorter
+    samples would be more samples.
     """
     data = config.data
     seq_len = config.verify.seq_len or data.seq_len
-    piece_len = None if data.piece_len is None else min(data.piece_len, seq_len)
+    max_doc_len = None if data.max_doc_len is None else min(data.max_doc_len, seq_len)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, zero_init=False),
-        data=dataclasses.replace(data, seq_len=seq_len, piece_len=piece_len),
+        data=dataclasses.replace(data, seq_len=seq_len, max_doc_len=max_doc_len),
         train=dataclasses.replace(config.train, batch_tokens=None),
     )
 
 
 def compare(
-    config: Config, corpus: Corpus, parallel: ParallelLayout, console: Console
+    config: Config, corpus: Corpus, parallel: ParallelLayout, console: LineConsole
 ) -> tuple[bool, list[dist.ProcessGroup]]:
     """Take both steps and print them side by side.
 
@@ -145,7 +146,7 @@ def compare(
         if wrong
         else f"parallel.cp={cp} matches parallel.cp=1 up to rounding"
     )
-    console.print(verdict, soft_wrap=True)
+    console.print(verdict)
     dist.barrier(group=parallel.host_group)  # torchrun ends all ranks when one fails
     return not wrong, [*shared.groups, *alone.groups]
 

@@ -17,9 +17,9 @@ from ringfa3.validation import (
     TRANSPORTS_OF,
 )
 from train.checks import engine, model
-from train.checks.config import CHOICES, check
+from train.checks.config import check
 from train.config import ConfigError, EngineConfig, SourceConfig
-from train.keys import get
+from train.keys import get, schema
 
 ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
 
@@ -142,11 +142,11 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
             "nearest valid: model.attention_precision=native",
         ),
         (
-            {"train.batch": 4, "train.accumulation": 2},
-            "both set the samples of a step; nearest valid: train.accumulation=1",
+            {"train.global_batch_size": 4, "train.gradient_accumulation_steps": 2},
+            "both set the samples of a step; nearest valid: train.gradient_accumulation_steps=1",
         ),
         ({"engine.name": "fsdp"}, "ddp, fsdp2, deepspeed; nearest valid: engine.name=fsdp2"),
-        ({"engine.name": "fsdp2", "engine.shard": "hots"}, "nearest valid: engine.shard=host"),
+        ({"engine.name": "fsdp2", "engine.shard": "hspd"}, "nearest valid: engine.shard=hsdp"),
         ({"engine.shard": "all"}, "a key of engine=fsdp2, not of engine=ddp; leave it out"),
         ({"model.softmax_scale": 0.0}, "nearest valid: model.softmax_scale=5.42"),
         ({"model.vocab_size": 299}, "nearest valid: model.vocab_size=300"),
@@ -154,13 +154,13 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({**ZERO, "engine.stage": None}, "nearest valid: engine.stage=1"),
         ({**ZERO, "engine.offload": "optimiser"}, "nearest valid: engine.offload=optimizer"),
         ({**ZERO, "engine.stage": 2, "engine.offload": "all"}, "valid: engine.offload=optimizer"),
-        ({**ZERO, "engine.shard": "host"}, "a key of engine=fsdp2, not of engine=deepspeed"),
+        ({**ZERO, "engine.shard": "hsdp"}, "a key of engine=fsdp2, not of engine=deepspeed"),
         ({"engine.stage": 3}, "a key of engine=deepspeed, not of engine=ddp; leave it out"),
         ({"train.steps": 0}, "nearest valid: train.steps=1"),
         ({"optim.lr": 0.0}, "optim.lr=0.0 must be above 0; the default is optim.lr=0.003"),
         ({"optim.betas": [0.9, 1.0]}, "the default is optim.betas=[0.9, 0.95]"),
-        ({"data.piece_len": 512}, "exceeds data.seq_len=256"),
-        ({"data.held_out": 1.0}, "between 0 and 1"),
+        ({"data.max_doc_len": 512}, "exceeds data.seq_len=256"),
+        ({"data.held_out": 1.0}, "must be below 1; the default is data.held_out=0.05"),
         ({"data.held_out": 0.0}, "0 needs documents of data.validation_path"),
         ({"data.validation_path": "/"}, "nearest valid: data.held_out=0"),
         (
@@ -215,14 +215,17 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"mode": "rope", "rope.types": ["default"]}, "allowed are linear, llama3, yarn"),
         ({"mode": "rope", "rope.factors": [1.0]}, "rope.factors=[1.0]: 1.0 must be above 1"),
         ({"mode": "needle", "needle.trials": 0}, "nearest valid: needle.trials=1"),
-        ({"model.windows": []}, "nearest valid: model.windows=['full']"),
+        ({"model.windows": []}, "nearest valid: model.windows=[full]"),
         (
             {"data.packing": "best_fit", "data.document_mask": False},
             "nearest valid: data.packing=stream",
         ),
         ({"model.windows": [8] * 5}, "nearest valid: model.windows=[8, 8, 8, 8]"),
-        ({"model.windows": [8, 0]}, "0 must be a number of keys, at least 1, or full"),
-        ({"model.windows": [8, "ful"]}, "ful must be a number of keys, at least 1, or full"),
+        ({"model.windows": [8, 0]}, "[8, 0]: 0 is too small; nearest valid: model.windows=[8, 1]"),
+        (
+            {"model.windows": [8, "ful"]},
+            "ful must be a number or full; nearest valid: model.windows=[8, full]",
+        ),
         (
             {"model.windows": [8], "train.attention": "sdpa"},
             "nearest valid: model.windows=null (or train.attention=ringfa3)",
@@ -244,7 +247,7 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"memory.offload_layers": 1}, "nearest valid: memory.offload=residual"),
         ({"profile.steps": [5, 3]}, "for example profile.steps=[3,5]"),
         ({"profile.steps": [1, 301]}, "train.steps=300"),
-        ({"profile.steps": [1]}, "the first and the last step"),
+        ({"profile.steps": [1]}, "must have 2 entries; nearest valid: profile.steps=[1, 1]"),
         ({"profile.steps": [1, 2], "profile.ranks": [0, 1]}, "profile.ranks=[0]"),
         ({"profile.memory": True}, "needs profile.steps"),
         ({"generate.temperature": -1.0}, "nearest valid: generate.temperature=0"),
@@ -269,10 +272,13 @@ def test_invalid_values_are_rejected(config, changes, message):
 
 
 def test_the_batch_must_fit_the_data_parallel_size(config):
-    config.train.batch, config.parallel.cp = 6, 2
+    config.train.global_batch_size, config.parallel.cp = 6, 2
     check(config, world=6)
     assert config.accumulation_over(3) == 2
-    with pytest.raises(ConfigError, match=r"train\.batch=6 .* 4 .*; nearest valid: train\.batch=8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.global_batch_size=6 .* 4 .*; nearest valid: train\.global_batch_size=8",
+    ):
         check(config, world=8)
 
 
@@ -311,9 +317,10 @@ def test_wandb_must_be_installed_to_be_switched_on(config, monkeypatch, tmp_path
 
 def test_layouts_and_transports_are_those_of_ringfa3():
     """The checks list them again, for they run without importing PyTorch."""
-    assert set(CHOICES["parallel.layout"]) == set(LAYOUTS)
-    assert set(CHOICES["parallel.transport"]) == set(TRANSPORTS)
-    assert set(CHOICES["model.attention_precision"]) == set(PRECISIONS)
+    assert set(schema()["parallel.layout"].limits.choices) == set(LAYOUTS)
+    assert set(schema()["parallel.transport"].limits.choices) == set(TRANSPORTS)
+    assert set(schema()["model.attention_precision"].limits.choices) == set(PRECISIONS)
     assert model.QUANTISED_HEAD_DIMS == QUANTISED_HEAD_DIMS
-    assert model.SOFTMAX_SCALES == (LEAST_SCALE, 1 / LEAST_SCALE)
+    scale = schema()["model.softmax_scale"].limits
+    assert (scale.at_least, scale.at_most) == (LEAST_SCALE, 1 / LEAST_SCALE)
     assert set(TRANSPORTS) == {"auto"}.union(*TRANSPORTS_OF.values())

@@ -8,6 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from train.checks.config import check
 from train.checks.hardware import check_hardware
 from train.config import ConfigError, HardwareConfig, register_schema
 
@@ -16,16 +17,17 @@ from train.config import ConfigError, HardwareConfig, register_schema
     ("changes", "message"),
     [
         ({"forward_tflops": [600.0]}, r"hardware\.forward_tflops=\[600\.0\] must have a speed"),
-        ({"backward_tflops": [0.0, 1.0]}, r"above 0 for each of hardware\.head_dims=\[64, 128\]"),
+        ({"backward_tflops": [0.0, 1.0]}, r"backward_tflops=\[0\.0, 1\.0\]: 0\.0 must be above 0"),
         ({"head_dims": [], "forward_tflops": [], "backward_tflops": []}, r"head_dims=\[\]"),
         ({"matmul_tflops": [1.0, 2.0]}, r"hardware\.widths=\[768, 2048, 4096\]"),
-        ({"widths": [768, 4096, 2048]}, r"must rise; for example \[768, 2048, 4096\]"),
+        ({"widths": [768, 4096, 2048]}, r"must rise; nearest valid: .*=\[768, 2048, 4096\]"),
     ],
 )
-def test_lists_must_fit_each_other(changes, message):
-    check_hardware(HardwareConfig())
+def test_lists_must_fit_each_other(config, changes, message):
+    check(config, world=1)
+    config.hardware = HardwareConfig(**changes)
     with pytest.raises(ConfigError, match=message):
-        check_hardware(HardwareConfig(**changes))
+        check(config, world=1)
 
 
 CONFIGS = Path(__file__).absolute().parents[3] / "configs"

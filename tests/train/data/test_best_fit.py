@@ -41,15 +41,15 @@ def test_the_sums_are_those_of_the_definition(lengths, more):
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     seq_len=st.integers(2, 64),
-    piece_len=st.none() | st.integers(1, 70),
+    max_doc_len=st.none() | st.integers(1, 70),
 )
 @settings(deadline=None, max_examples=60)
-def test_every_epoch_holds_every_piece_whole(make_documents, lengths, seq_len, piece_len):
+def test_every_epoch_holds_every_piece_whole(make_documents, lengths, seq_len, max_doc_len):
     """Documents are cut at multiples of the slice length alone, and samples are never too long."""
-    data = DataConfig(seq_len=seq_len, piece_len=piece_len, packing="best_fit")
+    data = DataConfig(seq_len=seq_len, max_doc_len=max_doc_len, packing="best_fit")
     samples = training_samples(make_documents(lengths), data, seed=3)
     assert isinstance(samples, BestFitSamples)
-    step = min(piece_len or seq_len, seq_len)
+    step = min(max_doc_len or seq_len, seq_len)
     slices = [
         (document, start, min(start + step, length))
         for document, length in enumerate(lengths)

@@ -43,10 +43,10 @@ def test_documents_end_with_the_token_of_the_config(config, eos):
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-@pytest.mark.parametrize("piece_len", [None, 30])
-def test_an_epoch_has_every_end_once_as_a_target(config, packing, piece_len):
+@pytest.mark.parametrize("max_doc_len", [None, 30])
+def test_an_epoch_has_every_end_once_as_a_target(config, packing, max_doc_len):
     """A piece of a cut document, and a document that a sample's end cuts, has no end of its own."""
-    config.data.eos_token, config.data.packing, config.data.piece_len = EOS, packing, piece_len
+    config.data.eos_token, config.data.packing, config.data.max_doc_len = EOS, packing, max_doc_len
     config.data.seq_len = 100
     documents = open_corpus(config.data).train
     samples = training_samples(documents, config.data, seed=3)

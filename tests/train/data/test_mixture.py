@@ -15,7 +15,7 @@ from train.data.mixture import MIN_BLOCK, Mixture, left_out, training_samples
 from train.data.samples import TrainingSamples
 
 DATA = DataConfig(
-    seq_len=32, piece_len=25, sources={"a": SourceConfig("a"), "b": SourceConfig("b")}
+    seq_len=32, max_doc_len=25, sources={"a": SourceConfig("a"), "b": SourceConfig("b")}
 )
 WEIGHTS = st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=9)
 
@@ -116,7 +116,7 @@ def test_a_sample_has_one_source_and_each_stream_is_that_of_its_source_alone(two
 def test_one_source_gives_the_recorded_stream(make_documents):
     """Samples recorded without mixtures: the same seed must give the same samples."""
     samples = training_samples(
-        make_documents([61, 1, 2, 40, 300]), DataConfig(seq_len=257, piece_len=90), seed=3
+        make_documents([61, 1, 2, 40, 300]), DataConfig(seq_len=257, max_doc_len=90), seed=3
     )
     assert isinstance(samples, TrainingSamples)
     assert [tuple(part) for part in samples.slices(1000)] == [

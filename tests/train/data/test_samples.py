@@ -24,12 +24,12 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 @given(
     lengths=LENGTHS,
     seq_len=st.integers(2, 64),
-    piece_len=st.integers(1, 70),
+    max_doc_len=st.integers(1, 70),
     seed=st.integers(0, 9),
 )
 @settings(deadline=None, max_examples=60)
-def test_every_epoch_holds_every_token_once(make_documents, lengths, seq_len, piece_len, seed):
-    samples = TrainingSamples(make_documents(lengths), seq_len, piece_len, seed)
+def test_every_epoch_holds_every_token_once(make_documents, lengths, seq_len, max_doc_len, seed):
+    samples = TrainingSamples(make_documents(lengths), seq_len, max_doc_len, seed)
     total = sum(lengths)
     stream = np.concatenate([samples[i].tokens for i in range(-(-3 * total // seq_len))])
     for epoch in range(3):
@@ -39,13 +39,13 @@ def test_every_epoch_holds_every_token_once(make_documents, lengths, seq_len, pi
 @given(
     lengths=LENGTHS,
     seq_len=st.integers(2, 64),
-    piece_len=st.integers(1, 70),
+    max_doc_len=st.integers(1, 70),
     index=st.integers(0, 50),
 )
 @settings(deadline=None, max_examples=60)
-def test_labels_and_boundaries(make_documents, lengths, seq_len, piece_len, index):
+def test_labels_and_boundaries(make_documents, lengths, seq_len, max_doc_len, index):
     """Token i is the number i, so its label is i + 1, or ``IGNORED`` where a document ends."""
-    sample = TrainingSamples(make_documents(lengths), seq_len, piece_len, seed=1)[index]
+    sample = TrainingSamples(make_documents(lengths), seq_len, max_doc_len, seed=1)[index]
     assert len(sample.tokens) == len(sample.labels) == sample.cu_seqlens[-1] == seq_len
     last_tokens = np.cumsum(lengths) - 1
     expected = np.where(np.isin(sample.tokens, last_tokens), IGNORED, sample.tokens + 1)
@@ -53,7 +53,7 @@ def test_labels_and_boundaries(make_documents, lengths, seq_len, piece_len, inde
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     for start, stop in zip(sample.cu_seqlens, sample.cu_seqlens[1:], strict=False):
         part = sample.tokens[start:stop]
-        assert 0 < stop - start <= piece_len
+        assert 0 < stop - start <= max_doc_len
         np.testing.assert_array_equal(part, np.arange(part[0], part[0] + len(part)))
         assert len(set(document_of[part])) == 1
 
@@ -125,14 +125,14 @@ def test_a_budget_at_least_covers_tokens_and_the_length_that_is_trained(make_doc
     assert evaluation_documents(documents, AtLeast(500, 25, 61)) == list(range(7))
 
 
-@given(lengths=LENGTHS, seq_len=st.integers(2, 64), piece_len=st.integers(1, 70))
+@given(lengths=LENGTHS, seq_len=st.integers(2, 64), max_doc_len=st.integers(1, 70))
 @settings(deadline=None, max_examples=60)
 def test_the_labels_of_an_epoch_have_the_bytes_of_its_documents(
-    make_documents, lengths, seq_len, piece_len
+    make_documents, lengths, seq_len, max_doc_len
 ):
     """Rounded in each sample; a document of BOS alone has no label. Each has 3 bytes per token."""
     documents = make_documents(lengths)
-    stream = TrainingSamples(documents, seq_len, piece_len, seed=0)
+    stream = TrainingSamples(documents, seq_len, max_doc_len, seed=0)
     expected = 3 * sum(length for length in lengths if length > 1)
     samples = [stream[index] for index in range(sum(lengths))]  # seq_len epochs
     assert abs(sum(s.n_bytes for s in samples) - seq_len * expected) <= len(samples) / 2

@@ -36,7 +36,7 @@ ENGINES = [
 
 @pytest.fixture(scope="module")
 def overrides(overrides) -> list[str]:
-    slow = [f"train.steps={STEPS}", "train.batch=16", "model.zero_init=false"]
+    slow = [f"train.steps={STEPS}", "train.global_batch_size=16", "model.zero_init=false"]
     return [*overrides, *slow, "parallel.cp=2", "train.eval_every=0", "checkpoint.every=0"]
 
 

@@ -61,10 +61,10 @@ def config(config: Config) -> Config:
     """
     config.model.dim, config.model.ffn_dim, config.model.n_layers = 32, 64, 2
     config.model.zero_init = False
-    config.data.seq_len, config.data.piece_len = 203, 60
+    config.data.seq_len, config.data.max_doc_len = 203, 60
     config.optim.warmup_steps, config.optim.clip = 2, 0.05
     config.optim.embedding_lr_scale = 3
-    config.train.steps, config.train.batch, config.train.precision = STEPS, 4, "float32"
+    config.train.steps, config.train.global_batch_size, config.train.precision = STEPS, 4, "float32"
     config.train.eval_every, config.checkpoint.every = 0, 0
     config.parallel.timeout_s = TIMEOUT_S
     open_corpus(config.data)  # tokenised once, not by every rank
@@ -249,7 +249,7 @@ def test_engines_take_the_same_steps_with_less_memory(config, engines):
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_engines_take_the_same_steps_on_four_ranks(config, cp):
     """Seed 8 gives the four ranks as many different counts of labels."""
-    config.train.batch, config.train.seed = 8, 8
+    config.train.global_batch_size, config.train.seed = 8, 8
     check_alike(config, 4, {**ENGINES, **ZERO}, [cp])
 
 
@@ -264,7 +264,7 @@ def test_hosts_hold_replicas_of_each_other(config):
     A checkpoint that only one of the hosts writes is whole: ddp continues from it.
     """
     config.train.steps, config.optim.schedule_steps = 5, 7
-    host = EngineConfig("fsdp2", shard="host")
+    host = EngineConfig("fsdp2", shard="hsdp")
     parts = {"parallel": dataclasses.replace(config.parallel, cp=2)}
     engines = {"ddp": DDP, "all": FSDP2, "host": host}
     configs = [variant(config, name, engine, **parts) for name, engine in engines.items()]
@@ -312,7 +312,7 @@ def test_a_second_stage_takes_the_same_steps_under_each_engine(config):
     config.train.steps = 3
     first = variant(config, "first", DDP)
     parts = {
-        "data": dataclasses.replace(config.data, seq_len=160, piece_len=80),
+        "data": dataclasses.replace(config.data, seq_len=160, max_doc_len=80),
         "model": dataclasses.replace(config.model, rope=RopeConfig(theta=50000.0)),
         "checkpoint": CheckpointConfig(every=0, resume=first.run.dir, reset_data=True),
     }

@@ -41,7 +41,12 @@ def arguments(tmp_path_factory) -> list[str]:
         *("data.seq_len=8192", "parallel.device=cuda", "parallel.transport=nccl"),
         *("model.dim=512", "model.n_heads=4", "model.head_dim=128", "model.n_layers=4"),
         *("model.ffn_dim=1024", "model.zero_init=false", "train.precision=bfloat16"),
-        *("train.batch=2", f"train.steps={STEPS}", "train.eval_every=0", "optim.lr=3e-4"),
+        *(
+            "train.global_batch_size=2",
+            f"train.steps={STEPS}",
+            "train.eval_every=0",
+            "optim.lr=3e-4",
+        ),
         *("train.final_eval_bytes=1", f"checkpoint.every={EVERY}", "parallel.timeout_s=60"),
     ]
 

@@ -158,7 +158,7 @@ def test_fsdp2_holds_whole_gradients_between_micro_batches():
     cases = [("fsdp2", "step", 1, 1), ("fsdp2", "step", 2, 4), ("fsdp2", "micro", 2, 1)]
     for engine, reduce, samples, expected in (*cases, ("ddp", None, 1, 4)):
         made = job("1b", 65536, engine)
-        made.config.engine.reduce, made.config.train.accumulation = reduce, samples
+        made.config.engine.reduce, made.config.train.gradient_accumulation_steps = reduce, samples
         gradients = predict(made).memory.parts["gradients"]
         assert gradients == pytest.approx(1.2358e9 * expected, rel=1e-4)
 
@@ -273,7 +273,7 @@ def test_a_slow_link_to_the_host_exposes_the_offload():
     """By hand: 31 layers of 16,512 bytes a token, out and back for two samples, less what hides
     it: a quarter and half of the work beside."""
     slow = job("8b", 524288, "fsdp2", offload="all")
-    slow.config.hardware.host_link_gb_s, slow.config.train.accumulation = 1.0, 2
+    slow.config.hardware.host_link_gb_s, slow.config.train.gradient_accumulation_steps = 1.0, 2
     seconds = predict(slow).time.seconds
     busy = sum(seconds[name] for name in ("attention", "matrix products", "elementwise"))
     moved = 2 * 2 * 31 * 131072 * 16512 / 1e9

@@ -38,7 +38,7 @@ def on_hosts(gpus: int, engine: str = "fsdp2", shard: str = "all") -> Job:
     shapes = {"n_layers": 80, "n_heads": 64, "dim": 8192, "ffn_dim": 28672}
     made.config.model = dataclasses.replace(made.config.model, **shapes)
     made.config.engine = EngineConfig(engine, shard=shard if engine == "fsdp2" else None)
-    made.config.train.accumulation = 2
+    made.config.train.gradient_accumulation_steps = 2
     return dataclasses.replace(made, gpus=gpus)
 
 
@@ -48,7 +48,7 @@ def on_hosts(gpus: int, engine: str = "fsdp2", shard: str = "all") -> Job:
         ("ddp", "all", None, [(2, 4, 64)]),
         ("fsdp2", "all", "micro", [(4, 2, 64), (2, 4, 64)]),
         ("fsdp2", "all", "step", [(4, 2, 64), (1, 4, 64)]),
-        ("fsdp2", "host", "micro", [(4, 2, 8), (2, 4, 8)]),
+        ("fsdp2", "hsdp", "micro", [(4, 2, 8), (2, 4, 8)]),
     ],
 )
 def test_collectives_between_hosts_take_the_slower_of_link_and_network(
@@ -70,7 +70,7 @@ def test_collectives_between_hosts_take_the_slower_of_link_and_network(
     for times, n_bytes, ranks in rounds:
         size = n_bytes * weights + (4 - n_bytes) * embedding
         moved += times * size * (ranks - 1) / ranks / (4e9 if ranks > 8 else 248e9)
-    if shard == "host":
+    if shard == "hsdp":
         moved += 2 * (4 * weights / 8) * 7 / 8 / 0.5e9
     assert moved > 2 / 3 * busy
     assert seconds["exposed communication"] == pytest.approx(moved - 2 / 3 * busy, rel=1e-3)

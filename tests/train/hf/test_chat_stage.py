@@ -36,7 +36,7 @@ def test_a_model_that_learned_to_chat_ends_its_answer(make_folder, started, tmp_
     data = config.data
     data.path, data.format = str(write_lines(tmp_path / "chats.jsonl", records)), "chat"
     data.bos_token, data.eos_token, data.seq_len = BOS, eos, 256
-    config.train.steps, config.train.batch, config.train.eval_every = 40, 2, 0
+    config.train.steps, config.train.global_batch_size, config.train.eval_every = 40, 2, 0
     config.optim.lr, config.optim.warmup_steps = 3e-3, 5
     config.checkpoint.every = 0
     check(config, world=1)

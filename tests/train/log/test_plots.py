@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from train.log.plots import plot_run, sweep_lines
+from train.log.plots import plot_run, plot_sweep, sweep_lines
 from train.log.smoothing import mean, smoothed, window_of
 
 
@@ -31,14 +31,19 @@ def test_a_line_stays_a_line():
 
 
 def test_the_loss_of_a_run_is_drawn_beside_that_of_the_held_out_text(tmp_path, drawn):
-    """Each step faint, the mean, all validations and the strongest baseline: nats per byte."""
+    """Nats per token: each step faint, the mean, all validations, also those of an earlier version,
+    and the strongest baseline. Below: the learning rate and the gradient norm."""
     losses = [2.0, None, *np.linspace(1.9, 1.2, 58)]
-    metrics = [{"step": n, "loss": 9, "nats_per_byte": loss} for n, loss in enumerate(losses, 1)]
-    evaluations = [{"step": 30, "nats_per_byte": 1.5}, {"step": 60, "nats_per_byte": 1.25}]
+    metrics = [
+        {"step": n, "loss": loss, "nats_per_byte": 9, "lr": 1e-3 / n, "grad_norm": 1 / n}
+        for n, loss in enumerate(losses, 1)
+    ]
+    earlier = {"step": 30, "nats_per_byte": 0.5, "bytes": 600, "tokens": 200}
+    evaluations = [earlier, {"step": 60, "nats_per_byte": 9, "loss": 1.25}]
     for name, lines in (("metrics", metrics), ("eval", evaluations)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
-    plot_run(tmp_path, [1.0], [2.0], {"gzip": 1.4, "bigram": 1.3, "unigram": 1.6})
-    axes = drawn[0].axes[0]
+    plot_run(tmp_path, [1.0], [2.0], {"gzip": 0.7, "bigram": 0.65, "unigram": 0.8}, 2.0)
+    axes, rates, norms = drawn[0].axes
     raw, means, held_out, baseline = axes.lines
     assert np.array_equal(raw.get_ydata(), [math.nan if x is None else x for x in losses], True)
     assert raw.get_alpha() < 0.5
@@ -47,8 +52,32 @@ def test_the_loss_of_a_run_is_drawn_beside_that_of_the_held_out_text(tmp_path, d
     assert list(baseline.get_ydata()) == [1.3, 1.3]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["train, mean of 20 steps", "held out", "bigram, held out"]
-    assert axes.get_ylabel() == "loss (nats per byte)"
+    assert axes.get_ylabel() == "loss (nats per token)"
+    assert axes.get_title() == f"Training of {tmp_path.name}"
+    (right,) = axes.child_axes
+    assert right.get_ylabel() == "bits per byte of the held-out text"
+    drawn[0].draw_without_rendering()
+    assert right.get_ylim() == pytest.approx(np.array(axes.get_ylim()) / 2 / math.log(2))
+    assert rates.get_yscale() == norms.get_yscale() == "log"
+    assert rates.lines[0].get_ydata() == pytest.approx([1e-3 / n for n in range(1, 61)])
+    assert norms.lines[0].get_ydata() == pytest.approx([1 / n for n in range(1, 61)])
+    assert norms.lines[1].get_ydata() == pytest.approx(smoothed([1 / n for n in range(1, 61)], 20))
     assert (tmp_path / "loss.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [({"optim.lr": ("1e-3", "3e-3")}, "log"), ({"model.dim": ("64", "128")}, "linear")],
+)
+def test_a_sweep_is_drawn_in_bits_per_byte_over_a_log_learning_rate(tmp_path, drawn, values, scale):
+    ((key, choices),) = values.items()
+    rows = [row(2.0, **{key: choices[0]}), row(1.0, **{key: choices[1]})]
+    plot_sweep(tmp_path, rows)
+    (axes,) = drawn[0].axes
+    assert axes.get_xscale() == scale
+    assert axes.lines[0].get_ydata() == pytest.approx([2 / math.log(2), 1 / math.log(2)])
+    assert axes.get_ylabel() == "loss (bits per byte)"
+    assert axes.get_title() == f"Held-out loss of {tmp_path.name}"
 
 
 def row(result: float | None, **choices: str) -> dict:

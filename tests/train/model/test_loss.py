@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.config import LEAST_LOSS_TOKENS, MOST_LOGITS, MemoryConfig
+from train.config import MemoryConfig
 from train.model import compiled
 from train.model.loss import token_losses
+from train.sections.training import LEAST_LOSS_TOKENS, MOST_LOGITS
 
 
 @pytest.mark.parametrize("fused", [False, True])

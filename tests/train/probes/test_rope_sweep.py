@@ -34,7 +34,7 @@ def test_the_settings_are_every_type_with_every_factor():
     """Original length: that of the trained run, not that of the command line."""
     asked, trained = Config(), Config()
     asked.model.rope, asked.data.seq_len = RopeConfig(theta=7e4), 4096
-    trained.data.seq_len, trained.data.piece_len = 2048, 1024
+    trained.data.seq_len, trained.data.max_doc_len = 2048, 1024
     asked.rope.types, asked.rope.factors, asked.rope.thetas = ["linear", "yarn"], [2.0, 4.5], [1e6]
     found = settings_of(asked, trained)
     assert list(found) == [
@@ -46,7 +46,7 @@ def test_the_settings_are_every_type_with_every_factor():
 
 def test_one_plot_has_a_curve_a_setting(tmp_path, drawn):
     """The curves' labels and values; positions without tokens leave a gap."""
-    plot_losses(tmp_path / "rope.png", {"a": [1.0, math.nan, 2.0], "b": [3.0, 2.0, 1.0]})
+    plot_losses(tmp_path / "rope.png", "RoPE", {"a": [1.0, math.nan, 2.0], "b": [3.0, 2.0, 1.0]})
     ((axes,),) = (figure.axes for figure in drawn)
     curves = {line.get_label(): str(line.get_ydata()) for line in axes.get_lines()}
     assert curves == {"a": "[ 1. nan  2.]", "b": "[3. 2. 1.]"}

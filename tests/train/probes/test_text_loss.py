@@ -14,6 +14,7 @@ from train.config import ConfigError, DataConfig
 from train.data.corpus import find_files, read_documents
 from train.data.tokenizer import encode, load_tokenizer
 from train.engine.checkpoint import find_checkpoint
+from train.log.units import in_words
 from train.probes.text import read_text, require_own_text, tokenised
 
 
@@ -37,7 +38,7 @@ def test_the_held_out_loss_is_that_of_the_summary(pretrain, trained_run):
     assert got["nats_per_token"] < 5.6  # less than log(300), where training began
     for row in rows:
         assert row["positions"] in done.stdout
-    assert f"{got['nats_per_byte']:.4f} nats per byte" in done.stdout
+    assert in_words(got["nats_per_token"], got["nats_per_byte"]) in done.stdout
     assert (trained_run / "eval-held-out.png").stat().st_size > 10_000
 
 

@@ -81,13 +81,14 @@ def test_another_batch_is_refused_with_the_key_that_keeps_it(config):
     before = saved(config, 100, batch=2)
     with pytest.raises(
         ConfigError,
-        match=r"a step has 4 samples from here on, 2 before; keep it with train\.batch=2 .*"
-        r"checkpoint\.accept_changes=\[train\.batch\]",
+        match=r"a step has 4 samples from here on, 2 before; keep it with "
+        r"train\.global_batch_size=2 .*"
+        r"checkpoint\.accept_changes=\[train\.global_batch_size\]",
     ):
         require_recipe(config, 4, before)
-    config.checkpoint.accept_changes = ["train.batch"]
-    assert set(require_recipe(config, 4, before)) == {"train.batch"}
-    assert set(recipe_changes(config, 4, before)) == {"train.batch"}
+    config.checkpoint.accept_changes = ["train.global_batch_size"]
+    assert set(require_recipe(config, 4, before)) == {"train.global_batch_size"}
+    assert set(recipe_changes(config, 4, before)) == {"train.global_batch_size"}
 
 
 def test_the_checks_judge_the_newest_checkpoint_before_anything_starts(config):
@@ -96,7 +97,7 @@ def test_the_checks_judge_the_newest_checkpoint_before_anything_starts(config):
         path = folder.checkpoints / f"step-{step:08d}"
         path.mkdir(parents=True)
         write_manifest(path, saved(config, step, batch), [])
-    config.train.accumulation = 2
+    config.train.gradient_accumulation_steps = 2
     check(config, world=2)
     with pytest.raises(ConfigError, match="a step has 2 samples from here on, 4 before"):
         check(config, world=1)

@@ -49,11 +49,11 @@ def test_a_rope_factor_of_earlier_versions_is_that_of_llama_3(run):
 
 def test_the_run_gives_the_model_and_the_command_line_wins(run):
     asked = Config(mode="eval")
-    asked.run.dir, asked.data.piece_len, asked.parallel.cp = run.run.dir, 32, 2
+    asked.run.dir, asked.data.max_doc_len, asked.parallel.cp = run.run.dir, 32, 2
     asked.model.rope.factor, asked.train.seed = 4.0, 9
-    given = ["mode", "run.dir", "data.piece_len", "parallel.cp", "model.rope.factor"]
+    given = ["mode", "run.dir", "data.max_doc_len", "parallel.cp", "model.rope.factor"]
     got = with_run_config(asked, given)
-    assert (got.mode, got.parallel.cp, got.data.piece_len, got.model.rope.factor) == (
+    assert (got.mode, got.parallel.cp, got.data.max_doc_len, got.model.rope.factor) == (
         *("eval", 2, 32, 4.0),
     )
     assert (got.model.dim, got.data.seq_len, got.optim) == (96, run.data.seq_len, run.optim)

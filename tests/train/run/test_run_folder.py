@@ -66,7 +66,7 @@ def test_another_run_is_rejected_naming_the_key_that_differs(config, folder):
 def test_keys_that_a_run_may_change(config, folder):
     config.parallel.cp = 2
     config.train.steps += 1
-    config.train.accumulation = 2
+    config.train.gradient_accumulation_steps = 2
     config.checkpoint.every = 7
     config.guard.sigma = 5.0
     config.memory.recompute, config.memory.mlp_chunk = "full", 64

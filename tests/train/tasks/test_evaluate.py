@@ -29,10 +29,10 @@ def model_of(config, corpus):
     return build_model(config, corpus.tokenizer.get_vocab_size(), parallel.device), parallel
 
 
-@pytest.mark.parametrize("piece_len", [None, 50])
-def test_a_uniform_model_costs_log_vocabulary_per_token(config, corpus, piece_len):
+@pytest.mark.parametrize("max_doc_len", [None, 50])
+def test_a_uniform_model_costs_log_vocabulary_per_token(config, corpus, max_doc_len):
     """Zero initialisation predicts uniformly, so the total counts the predicted tokens: 1e-6."""
-    config.data.piece_len = piece_len
+    config.data.max_doc_len = max_doc_len
     model, parallel = model_of(config, corpus)
     held_out = corpus.held_out
     result = evaluate(model, held_out, config, parallel, budget=None)
@@ -84,7 +84,7 @@ def test_each_source_has_its_own_nats_per_byte(config, corpus, dp, monkeypatch):
 def test_the_last_tokens_are_those_at_the_end_of_full_windows(config, corpus, length):
     """Losses of each window by itself, 1e-6; windows of 70 tokens, or of a shorter length."""
     config.model.zero_init = False
-    config.data.piece_len, config.train.final_eval_last = 70, 9
+    config.data.max_doc_len, config.train.final_eval_last = 70, 9
     model, parallel = model_of(config, corpus)
     documents = corpus.held_out
     result = evaluate(model, documents, config, parallel, 2500, length=length)

@@ -92,7 +92,7 @@ def test_the_threads_of_the_config_generate(config, monkeypatch):
 
 
 def test_samples_of_one_document_train_every_position(trained_run, pretrain):
-    arguments = ["mode=generate", f"run.dir={trained_run}", "data.piece_len=100"]
+    arguments = ["mode=generate", f"run.dir={trained_run}", "data.max_doc_len=100"]
     for mask, warned in (("true", True), ("false", False)):
         done = pretrain(*arguments, f"data.document_mask={mask}", "generate.tokens=120")
         assert done.returncode == 0, done.stderr

@@ -291,7 +291,7 @@ def stage_2(config: Config, text_folder: Path, origin: str) -> Config:
         data=data,
         model=dataclasses.replace(config.model, rope=rope),
         optim=dataclasses.replace(config.optim, lr=5e-4, warmup_steps=1),
-        train=dataclasses.replace(config.train, steps=6, seed=3, batch=2),
+        train=dataclasses.replace(config.train, steps=6, seed=3, global_batch_size=2),
         run=dataclasses.replace(config.run, dir=f"{origin}-2"),
         checkpoint=dataclasses.replace(config.checkpoint, resume=origin),
     )

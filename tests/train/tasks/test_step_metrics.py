@@ -21,10 +21,11 @@ from train.engine.parallel import ParallelLayout
 from train.engine.time_split import CATEGORIES, TimeSplit
 from train.estimate.job import Job
 from train.estimate.prediction import Prediction, predict
+from train.log.speed import own_seconds
 from train.log.step_lines import StepLine, StepLines
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
-from train.tasks import trainer
+from train.tasks import gradients, trainer
 from train.tasks.trainer import Trainer
 
 
@@ -93,6 +94,16 @@ def test_a_line_of_a_cpu_has_flops_alone(config):
         assert not {"mfu", "hfu", "attention_s"} & line.keys()
 
 
+def test_a_ranks_own_seconds_leave_out_what_it_waits_for():
+    """Communication, and attention where ranks share a sample; on a CPU those of the process."""
+    parts = {"attention": 1.0, "matmul": 2.0, "communication": 4.0, "rest": 8.0, "idle": 16.0}
+    line = {f"{part}_s": seconds for part, seconds in parts.items()}
+    assert set(parts) == set(CATEGORIES)
+    assert own_seconds(line, 99.0, cp=1) == 27
+    assert own_seconds(line, 99.0, cp=2) == 26
+    assert own_seconds({"flops": 1}, 99.0, cp=2) == 99
+
+
 def test_the_first_step_is_compared_with_its_prediction(config):
     """Once, in the events, relative to what was predicted."""
     config.model.head_dim, data = 64, config.data
@@ -107,7 +118,7 @@ def test_the_first_step_is_compared_with_its_prediction(config):
     ]
 
 
-def test_lines_and_batches_are_made_beside_the_device(config):
+def test_lines_and_batches_are_made_beside_the_device(config, monkeypatch):
     """Between the first micro-batch of a step and the wait for the device: the line of the step
     before, and the next batches begin. Other work finds the lines of all steps before it."""
     log: list[str] = []
@@ -127,7 +138,7 @@ def test_lines_and_batches_are_made_beside_the_device(config):
 
         setattr(owner, name, wrapper)
 
-    made._prime = lambda: None
+    monkeypatch.setattr(trainer, "prime", lambda *_: None)
     logged(made.engine, "backward", lambda *_: f"issues {made.state.step + 1}")
     logged(times, "end", lambda: f"waits {made.state.step + 1}")
     logged(made.engine, "step", lambda lr: f"updates {made.state.step + 1}")
@@ -192,7 +203,7 @@ def test_a_line_has_the_memory_of_its_own_step(config):
     config.model.n_layers, config.train.steps, config.checkpoint.every = 1, 4, 0
     made = make_trainer(config)
     reads = mock.Mock(side_effect=lambda _: 1000 * made.state.step)
-    with mock.patch.multiple(trainer, peak_memory=reads, device_memory=reads):
+    with mock.patch.multiple(gradients, peak_memory=reads, device_memory=reads):
         made.train()
     made.close()
     lines = map(json.loads, (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines())
@@ -211,7 +222,7 @@ def test_a_line_is_written_when_any_thread_returns(config):
     parallel = ParallelLayout(rank=0, world=1, cp=1, device=torch.device("cpu"))
     recorder = mock.Mock(step=slow)
     lines = StepLines(config, parallel, 300, None, recorder, lambda seconds, line: None)
-    lines.add(StepLine({"step": 1}, 1.0, 10, 10, [1.0]))
+    lines.add(StepLine({"step": 1}, 1.0, 1.0, 10, 10, [1.0]))
     seen: list[list[int]] = []
     threads = [
         threading.Thread(target=lambda: (lines.write(), seen.append(list(written))))

@@ -139,7 +139,7 @@ def stopped(overrides, tmp_path_factory) -> tuple[Path, int]:
 
 @pytest.mark.parametrize(
     ("processes", "spread"),
-    [(4, ["parallel.cp=4"]), (2, ["parallel.cp=1", "train.accumulation=1"])],
+    [(4, ["parallel.cp=4"]), (2, ["parallel.cp=1", "train.gradient_accumulation_steps=1"])],
     ids=["cp 4", "dp 2"],
 )
 def test_a_run_continues_at_another_cp_and_dp(
@@ -151,7 +151,7 @@ def test_a_run_continues_at_another_cp_and_dp(
     """
     folder = tmp_path / "run"
     if processes == 2:
-        last = stop(folder, [*overrides, "train.accumulation=2"], "torchrun", 10)
+        last = stop(folder, [*overrides, "train.gradient_accumulation_steps=2"], "torchrun", 10)
     else:
         last = stopped[1]
         shutil.copytree(stopped[0], folder)
@@ -199,8 +199,13 @@ def test_sigterm_in_the_middle_of_a_slow_step(overrides, undisturbed, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(undisturbed.folder(2, 2), folder)
     before = len(events(folder))
-    accepted = "checkpoint.accept_changes=[train.batch,train.steps]"
-    slow = ["parallel.cp=2", "train.steps=99", "train.accumulation=4000", "checkpoint.every=0"]
+    accepted = "checkpoint.accept_changes=[train.global_batch_size,train.steps]"
+    slow = [
+        "parallel.cp=2",
+        "train.steps=99",
+        "train.gradient_accumulation_steps=4000",
+        "checkpoint.every=0",
+    ]
     ranks = start_ranks(*[[*overrides, *slow, accepted, f"run.dir={folder}"]] * 2)
     try:
         await_lines(folder / "events.jsonl", before + 1, ranks)  # resumed

@@ -19,6 +19,8 @@ from train.config import Config, ConfigError
 from train.data.shards import open_corpus
 from train.engine.checkpoint import checkpoints_in
 from train.engine.parallel import ParallelLayout
+from train.log.introduction import introduction
+from train.tasks.gradients import prime
 from train.tasks.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -65,7 +67,7 @@ def test_priming_and_a_skipped_step_leave_no_gradients(config):
         config.run.dir += "-new"
         trainer = make_trainer(config)
         if primed:
-            trainer._prime()
+            prime(trainer.engine, trainer.corpus.train, config, trainer.parallel)
             assert all(p.grad is None for p in trainer.model.parameters())
             spoil(trainer, {0: math.nan})
             trainer.step(trainer._batches(0), 0.0)
@@ -91,7 +93,7 @@ def test_the_final_evaluation_is_bounded(config):
 
 
 def test_the_losses_of_training_and_held_out_text_stand_side_by_side(config, capsys):
-    """In nats per byte in the lines and the summary; in its table also in bits per byte."""
+    """In all units in the lines and the summary; in its table without nats per byte."""
     config.train.steps, config.train.eval_every = 3, 2
     trainer = make_trainer(config)
     (batch,) = trainer._batches(0)
@@ -107,11 +109,18 @@ def test_the_losses_of_training_and_held_out_text_stand_side_by_side(config, cap
     assert summary["train_nats_per_byte"] == pytest.approx(sum(losses) / 3)
     assert summary["train_last_steps"] == 3
     assert summary["bits_per_byte"] == pytest.approx(summary["nats_per_byte"] / math.log(2))
-    values = summary["nats_per_byte"], summary["train_nats_per_byte"]
-    row = tuple(f"{x:.3f}" for nats in values for x in (nats, nats / math.log(2)))
+    assert summary["train_loss"] == pytest.approx(sum(line["loss"] for line in lines) / 3)
+    assert summary["perplexity"] == pytest.approx(math.exp(summary["loss"]))
+    found = summary["held_out_bytes"], summary["held_out_tokens"]
+    assert summary["loss"] * found[1] == pytest.approx(summary["nats_per_byte"] * found[0])
     output = capsys.readouterr().out
-    (line,) = [line for line in output.splitlines() if "this model  " in line]
-    assert tuple(re.findall(r"\d+\.\d{3}", line)) == row
+    for label, prefix in (("held out", ""), ("train, last 3 steps", "train_")):
+        loss, per_byte = summary[f"{prefix}loss"], summary[f"{prefix}nats_per_byte"]
+        (line,) = [line for line in output.splitlines() if re.match(f"│ {label} +│", line)]
+        cells = [cell.strip() for cell in line.split("│")[2:5]]
+        assert cells == [f"{loss:.3f}", f"{math.exp(loss):.4g}", f"{per_byte / math.log(2):.3f}"]
+    lines = (Path(config.run.dir) / "eval.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines][-1] == summary["loss"]
 
 
 def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[float], int, list]:
@@ -135,6 +144,9 @@ def _one_rank_is_wrong(group: dist.ProcessGroup, config: Config) -> tuple[list[f
         return record
 
     trainer.step = step
+    if rank == 1:  # as if its device were slow; the seconds of rank 0 are measured
+        write = trainer.lines.write
+        trainer.lines.write = lambda: (write(), setattr(trainer.lines, "own_seconds", 50.0))
     trainer.train()
     trainer.close()
     assert torch.equal(*before)  # not even weight decay was applied
@@ -156,12 +168,21 @@ def test_a_step_wrong_on_one_rank_is_skipped_on_all(config):
         Path(config.run.dir)
     )
     assert [step for step, loss, _ in one[2] if loss is None] == [4]
+    lines = (Path(config.run.dir) / "metrics.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines[1:]):  # each has the seconds of the step before
+        assert len(line["rank_s"]) == 2
+        assert line["rank_s"][1] == 50.0
+        assert 0 < line["rank_s"][0] < 50.0
+        assert line["slowest_rank"] == 1
 
 
 def test_the_introduction_says_what_min_len_leaves_out(config, capsys):
     config.data.min_len = 200
     trainer = make_trainer(config)
-    trainer._introduce()
+    for line in introduction(
+        config, trainer.corpus, trainer.state, trainer.parallel, trainer.folder
+    ):
+        trainer.print_line(line)
     trainer.close()
     lengths = trainer.corpus.train.lengths
     short = int((lengths < 200).sum())
@@ -173,10 +194,10 @@ def test_a_run_that_continues_with_another_batch_says_so(config):
     """6 steps of 4 samples, then 6 of 2, accepted by name: none twice and none left out."""
     config.optim.schedule_steps = 12
     seen, said = [], []
-    for batch, last, accepted in ((4, 6, []), (2, 10, ["train.batch"]), (2, 12, [])):
-        config.train.batch, config.train.steps = batch, last
+    for batch, last, accepted in ((4, 6, []), (2, 10, ["train.global_batch_size"]), (2, 12, [])):
+        config.train.global_batch_size, config.train.steps = batch, last
         if accepted:
-            with pytest.raises(ConfigError, match=r"accept_changes=\[train\.batch\]"):
+            with pytest.raises(ConfigError, match=r"accept_changes=\[train\.global_batch_size\]"):
                 make_trainer(config)
         config.checkpoint.accept_changes = accepted
         trainer = make_trainer(config)
@@ -216,7 +237,11 @@ def test_8_bit_attention_takes_nearly_the_same_steps(config):
 def test_offload_takes_the_same_steps(config):
     """float32, the same seed, 12 steps of 2 samples: loss and gradient norm to the last bit, and
     host buffers for one sample of both layers but the last."""
-    config.model.zero_init, config.model.n_layers, config.train.accumulation = False, 2, 2
+    config.model.zero_init, config.model.n_layers, config.train.gradient_accumulation_steps = (
+        False,
+        2,
+        2,
+    )
     config.memory.recompute, config.memory.mlp_chunk = "attention-saving", 64
     folder, found = Path(config.run.dir), []
     for offload in ("none", "all"):

@@ -143,7 +143,7 @@ def test_bugs_of_a_ring_are_found(config: Config) -> None:
 
     In bfloat16, whose rounding hides the most; the test of every engine is in float32.
     """
-    config.model.dim, config.model.ffn_dim, config.train.accumulation = 32, 64, 2
+    config.model.dim, config.model.ffn_dim, config.train.gradient_accumulation_steps = 32, 64, 2
     config.model.n_layers, config.model.windows = 2, WINDOWS
     config.data.seq_len, config.train.precision = 300, "bfloat16"
     config.memory.recompute, config.memory.offload = "attention-saving", "all"
@@ -177,7 +177,11 @@ ENGINES = [
 def test_gradients_are_compared_under_every_engine(config: Config, engine: EngineConfig) -> None:
     """Each of them holds other parts of the gradients."""
     config.model.dim, config.model.ffn_dim, config.model.n_layers = 32, 64, 2
-    config.data.seq_len, config.train.precision, config.train.accumulation = 300, "float32", 2
+    config.data.seq_len, config.train.precision, config.train.gradient_accumulation_steps = (
+        300,
+        "float32",
+        2,
+    )
     config.engine, config.model.windows = engine, WINDOWS
     open_corpus(config.data)
     results, _ = sacrifice(2, 60, _compare_all, config, ["none", "dK"], limit=100)
@@ -199,5 +203,5 @@ def test_a_group_has_one_sample_of_any_length(config):
     """The default batch of 125m would be 2,048 samples of 256 tokens."""
     config.train.batch_tokens, config.verify.seq_len = 2**19, 256
     assert comparable(config).accumulation_over(1) == 1
-    config.train.accumulation = 2
+    config.train.gradient_accumulation_steps = 2
     assert comparable(config).accumulation_over(1) == 2
