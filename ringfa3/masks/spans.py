@@ -74,16 +74,18 @@ def pairs_by_row(spans: Ints, rows: int) -> Ints:
     """(rows,) columns to which each row attends."""
     q0, q1, k0, k1, lo, hi = local_bands(spans).T
     nq, nk = q1 - q0, k1 - k0
-    steps = np.zeros(rows + 2)  # changes from a row to the next one, exact in float64
-    slopes = np.zeros(rows + 2)  # changes of the steps
+    steps, slopes = [], []  # (row, change): of the count, and of its growth from row to row
     for sign, offset in ((1, hi + 1), (-1, lo)):  # clip(r + offset, 0, nk) grows by 1 in [a, b)
         a = np.minimum(np.maximum(-offset, 0), nq - 1)
         b = np.clip(nk - offset, a, nq - 1)
-        for at, change in ((q0, np.clip(offset, 0, nk)), (q1, -np.clip(nq - 1 + offset, 0, nk))):
-            steps += sign * np.bincount(at, change, rows + 2)
-        slopes += sign * np.bincount(q0 + 1 + a, minlength=rows + 2)
-        slopes -= sign * np.bincount(q0 + 1 + b, minlength=rows + 2)
-    counts: Ints = np.cumsum(steps + np.cumsum(slopes))[:rows].astype(np.int64)
+        steps += [(q0, sign * np.clip(offset, 0, nk)), (q1, -sign * np.clip(nq - 1 + offset, 0, nk))]
+        slopes += [(q0 + 1 + a, 0 * a + sign), (q0 + 1 + b, 0 * b - sign)]
+
+    def by_row(events: list[tuple[Ints, Ints]]) -> npt.NDArray[np.float64]:  # exact below 2^53
+        at, change = (np.concatenate(column) for column in zip(*events, strict=True))
+        return np.bincount(at, change, rows + 1)
+
+    counts: Ints = np.cumsum(by_row(steps) + np.cumsum(by_row(slopes)))[:rows].astype(np.int64)
     return counts
 
 

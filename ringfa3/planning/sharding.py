@@ -147,14 +147,16 @@ def _contiguous(lengths: Ints, quota: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     return rank, sequence, start - document_start[sequence], length
 
 
-def zigzag(lengths: Ints, quota: Ints, work: Work) -> tuple[Ints, Ints, Ints, Ints]:
-    """The first balanced placement of SHARES, else the best one.
+def zigzag(
+    lengths: Ints, quota: Ints, work: Work, shares: tuple[float, ...] = SHARES
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """The first balanced placement of some shares, else the best one.
 
     Returns (rank, document, position, length) of chunks, in any order.
     """
     total = int(work(np.arange(len(lengths)), lengths).sum())
     best, best_peak = None, np.inf
-    for share in SHARES:
+    for share in shares:
         placement = _Placement(lengths, quota, work, share)
         placement.level()
         rank, sequence, position, length = placement.chunks()
@@ -274,13 +276,14 @@ class _Placement:
 
         The first x of L tokens hold about (x/L)^2 of a document's work, the last x 1 - (1-x/L)^2.
         """
-        wanted = (self.load[a] - self.load[b]) / 2 * float(self.work.sum()) / len(self.quota)
+        total = float(self.work.sum())
+        wanted = (self.load[a] - self.load[b]) / 2 * total / len(self.quota)
         fraction = tokens / self.lengths[candidates]
         first = self.work[candidates] * fraction**2
         last = self.work[candidates] - self.work[candidates] * (1 - fraction) ** 2
         miss = np.abs(np.stack((first, last)) - wanted)
         at_end, i = divmod(int(np.argmin(miss)), len(candidates))
-        moved = float((last if at_end else first)[i]) * len(self.quota) / float(self.work.sum())
+        moved = float((last if at_end else first)[i]) * len(self.quota) / max(total, 1.0)
         self.load[a] -= moved
         self.load[b] += moved
         self.sliced[int(candidates[i])] = (b, tokens, bool(at_end))
