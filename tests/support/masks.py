@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,3 +63,16 @@ def unions(draw: st.DrawFn, most: int = 60, cross: bool = True) -> Union:
     operations = st.sampled_from("|||&")
     steps = st.tuples(operations, spans(q_tokens, k_tokens))
     return Union(q_tokens, k_tokens, draw(st.lists(steps, max_size=6)))
+
+
+def random_union(rng: random.Random, most: int, cross: bool) -> Union:
+    """As `unions`, for ranks, which draw the same from generators of one seed."""
+    q_tokens = rng.randint(0, most)
+    k_tokens = rng.randint(0, most) if cross else q_tokens
+    steps = []
+    for _ in range(rng.randint(0, 6)):
+        rows = sorted(rng.choices(range(q_tokens + 1), k=2))
+        columns = sorted(rng.choices(range(k_tokens + 1), k=2))
+        band = sorted(rng.choice([-q_tokens, k_tokens, rng.randint(-q_tokens, k_tokens)]) for _ in "ab")
+        steps.append((rng.choice("|||&"), (*rows, *columns, *band)))
+    return Union(q_tokens, k_tokens, steps)  # type: ignore[arg-type]
