@@ -22,6 +22,7 @@ ORDER = [
     "validation",
     "keywords",
     "masks",
+    "trees",
     "planning",
     "quantisation",
     "pass_interface",
