@@ -3,7 +3,7 @@
     python examples/shared_prefix.py                                     # one process
     torchrun --standalone --nproc-per-node 2 examples/shared_prefix.py   # CPU processes or GPUs
 
-As in GRPO, a token of a response has the response's advantage as its weight. `fold` makes one tree
+As in GRPO, a token of a response has the response's advantage as its weight. `trees.fold` makes one tree
 of all sequences; loss and gradients are those of the sequences one by one. Any number of processes
 prints the same losses.
 """
@@ -15,8 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ringfa3 import RingFA3Attention, plan_context
-from ringfa3.trees import fold
+from ringfa3 import RingFA3Attention, plan_context, trees
 
 PROMPTS, RESPONSES, VOCABULARY, DIM, HEADS, HEAD_DIM = (300, 170), 8, 100, 64, 2, 32
 
@@ -49,7 +48,7 @@ for length in PROMPTS:
         response = torch.randint(VOCABULARY, (int(torch.randint(20, 60, ())),))
         sequences.append(torch.cat((prompt, response)))
         weights.append(torch.cat((torch.zeros(length), advantage.expand(len(response)))))
-folded = fold(sequences, weights, min_shared=16)
+folded = trees.fold(sequences, weights, min_shared=16)
 
 embedding = nn.Embedding(VOCABULARY, DIM).to(device)
 position_embedding = nn.Embedding(512, DIM).to(device)

@@ -92,8 +92,9 @@ def test_a_tree_of_responses_trains_alike_on_any_number_of_ranks(
 ) -> None:
     """Four ranks print the numbers of tokens and the losses of one process, to within 1e-4; the
     loss falls."""
-    expected, (found, *others) = alone("shared_prefix.py", capsys), ranks.run(
-        4, _in_group, "shared_prefix.py"
+    expected, (found, *others) = (
+        alone("shared_prefix.py", capsys),
+        ranks.run(4, _in_group, "shared_prefix.py"),
     )
     assert expected[0] == found[0] == "4319 tokens fold into 1043"
     assert others == [[]] * 3

@@ -22,7 +22,6 @@ ORDER = [
     "validation",
     "keywords",
     "masks",
-    "trees",
     "planning",
     "quantisation",
     "pass_interface",
@@ -33,7 +32,6 @@ ORDER = [
     "host",
     "symmetric",
     "ring",
-    "mask_attention",
     "functional",
     "attention",
     "hf",
@@ -107,7 +105,8 @@ def test_packages_have_at_most_14_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["masks", "planning", "quantisation", "build", "kernels", "symmetric", "ring", "hf", "bench"]
+    "package",
+    ["masks", "planning", "quantisation", "build", "kernels", "symmetric", "ring", "hf", "bench"],
 )
 def test_a_package_says_what_it_is_for_what_it_takes_and_what_it_imports(package: str) -> None:
     """In a docstring of three parts, and nothing else but public names."""

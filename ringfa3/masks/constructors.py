@@ -38,8 +38,8 @@ def per_document(name: str, value: object, documents: int, least: int) -> Ints:
 
 def windows_of(window_size: object, documents: int) -> tuple[Ints, Ints]:
     """(left, right) of each document, from one pair or one for each document."""
-    given: Sequence[object] = window_size if isinstance(window_size, (list, tuple)) else ()
-    if len(given) and all(isinstance(x, (list, tuple)) for x in given):
+    given: Sequence[object] = window_size if isinstance(window_size, (list, tuple)) else (0,)
+    if all(isinstance(x, (list, tuple)) for x in given):
         if len(given) != documents:
             raise ValueError(
                 f"window_size has {len(given)} pairs, there are {documents} documents: give one "
@@ -73,13 +73,14 @@ def document_spans(
     if causal:
         hi = shift
     # One rectangle a chunk. Its rows have the positions of its keys.
-    size = np.where(size < 0, np.maximum(k_lengths, 1), size)
+    unchunked = size < 0
+    size = np.where(unchunked, np.maximum(k_lengths, 1), size)
     chunks = np.maximum(-(-k_lengths // size), 1)
     of = np.repeat(np.arange(count), chunks)
     begin = ranges(chunks) * size[of]
     end = begin + size[of]
     before = (k_lengths - q_lengths)[of]  # keys before the first row's own position
-    whole = chunks[of] == 1  # also rows before the first key
+    whole = unchunked[of]  # also rows before the first key
     spans = np.stack(
         (
             q0[of] + np.where(whole, 0, np.clip(begin - before, 0, q_lengths[of])),

@@ -212,7 +212,9 @@ class Mask:
         """Masks one after the other, which attend to nothing of each other."""
         for mask in masks:
             _check_mask(mask)
-        q, k = (np.array([getattr(m, x) for m in masks], np.int64) for x in ("q_tokens", "k_tokens"))
+        q, k = (
+            np.array([getattr(m, x) for m in masks], np.int64) for x in ("q_tokens", "k_tokens")
+        )
         q0, k0 = np.cumsum(q) - q, np.cumsum(k) - k
         spans = np.concatenate([np.zeros((0, 6), np.int64), *(m._spans for m in masks)])
         of = np.repeat(np.arange(len(masks)), [len(m._spans) for m in masks])
@@ -242,7 +244,7 @@ class Mask:
         begin, end = _integers("begins", begins, (-1,)), _integers("ends", ends, (-1,))
         if len(begin) != len(end):
             raise ValueError(f"begins has {len(begin)} runs, ends has {len(end)}")
-        order = np.argsort(begin, kind="stable")
+        order = np.lexsort((end, begin))
         begin, end = begin[order], end[order]
         bounds = np.stack((begin, end), 1).ravel()
         if len(bounds) and (bounds[0] < 0 or bounds[-1] > self.q_tokens):
@@ -252,7 +254,9 @@ class Mask:
             )
         if (np.diff(bounds) < 0).any():
             at = int(np.argmax(np.diff(bounds) < 0)) // 2
-            runs = [(int(a), int(b)) for a, b in zip(begin[at : at + 2], end[at : at + 2], strict=True)]
+            runs = [
+                (int(a), int(b)) for a, b in zip(begin[at : at + 2], end[at : at + 2], strict=True)
+            ]
             raise ValueError(f"runs [begin, end) = {runs} overlap, or end before they begin")
         return self._joined(square_spans(begin, end))
 
@@ -277,9 +281,7 @@ class Mask:
 
     def _joined(self, spans: Ints) -> Mask:
         joined = np.concatenate((self._spans, subtract(spans, self._spans)))
-        return self._of(
-            joined, self.q_tokens, self.k_tokens, self._positions, self._key_positions
-        )
+        return self._of(joined, self.q_tokens, self.k_tokens, self._positions, self._key_positions)
 
     def __or__(self, other: Mask) -> Mask:
         """What either of two masks allows."""
@@ -383,6 +385,14 @@ class Mask:
             h.update(b"positions")
         return h.hexdigest()[:16]
 
+    def __getstate__(self) -> dict[str, object]:
+        kept = ("q_tokens", "k_tokens", "_spans", "_positions", "_key_positions")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._spans.setflags(write=False)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mask) and self.digest == other.digest
 
@@ -419,7 +429,9 @@ def _integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> Ints:
         return np.zeros([0 if n < 0 else n for n in shape], np.int64)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name}={shown(values)}: give whole numbers, finite ones")
-    if array.ndim != len(shape) or any(n not in (m, -1) for m, n in zip(array.shape, shape, strict=True)):
+    if array.ndim != len(shape) or any(
+        n not in (m, -1) for m, n in zip(array.shape, shape, strict=True)
+    ):
         raise ValueError(f"{name} has shape {array.shape}: give {shape}, -1 is any length")
     return array.astype(np.int64)
 

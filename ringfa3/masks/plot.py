@@ -31,9 +31,7 @@ def plot(spans: Ints, q_tokens: int, k_tokens: int, plan: Any = None) -> Figure:
     axes.tick_params(labelsize=7)
     if plan is not None:
         shown = [Patch(color=colours[r % len(colours)], label=f"{r}") for r in range(plan.world)]
-        figure.legend(
-            handles=shown, title="rank", loc="outside upper center", ncols=8, fontsize=7
-        )
+        figure.legend(handles=shown, title="rank", loc="outside upper center", ncols=8, fontsize=7)
     return figure
 
 

@@ -78,7 +78,10 @@ def pairs_by_row(spans: Ints, rows: int) -> Ints:
     for sign, offset in ((1, hi + 1), (-1, lo)):  # clip(r + offset, 0, nk) grows by 1 in [a, b)
         a = np.minimum(np.maximum(-offset, 0), nq - 1)
         b = np.clip(nk - offset, a, nq - 1)
-        steps += [(q0, sign * np.clip(offset, 0, nk)), (q1, -sign * np.clip(nq - 1 + offset, 0, nk))]
+        steps += [
+            (q0, sign * np.clip(offset, 0, nk)),
+            (q1, -sign * np.clip(nq - 1 + offset, 0, nk)),
+        ]
         slopes += [(q0 + 1 + a, 0 * a + sign), (q0 + 1 + b, 0 * b - sign)]
 
     def by_row(events: list[tuple[Ints, Ints]]) -> npt.NDArray[np.float64]:  # exact below 2^53
@@ -146,9 +149,7 @@ def _meeting(a: Ints, b: Ints) -> Iterator[tuple[Ints, Ints]]:
         first = np.searchsorted(begin, x[:, axis], side)  # type: ignore[call-overload]
         return order, first, np.maximum(np.searchsorted(begin, x[:, axis + 1]) - first, 0)
 
-    searches = {
-        axis: (starts(a, b, axis, "left"), starts(b, a, axis, "right")) for axis in (0, 2)
-    }
+    searches = {axis: (starts(a, b, axis, "left"), starts(b, a, axis, "right")) for axis in (0, 2)}
     axis = min(searches, key=lambda x: sum(int(count.sum()) for *_, count in searches[x]))
     (of_b, *b_range), (of_a, *a_range) = searches[axis]
     for i, j in _ranges(*b_range):

@@ -111,9 +111,7 @@ def partition(
     return by_rank(world, rank, sequence, position, length)
 
 
-def by_rank(
-    world: int, rank: Ints, sequence: Ints, position: Ints, length: Ints
-) -> list[Segments]:
+def by_rank(world: int, rank: Ints, sequence: Ints, position: Ints, length: Ints) -> list[Segments]:
     """Chunks in any order as one `Segments` a rank; adjacent chunks of a document are joined."""
     keep = length > 0
     rank, sequence, position, length = (x[keep] for x in (rank, sequence, position, length))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ringfa3 import Mask, flash_attn_mask_func
-from ringfa3.trees import IGNORED, fold
+from ringfa3.masks.trees import IGNORED, fold
 
 VOCABULARY, DIM, HEADS = 7, 16, 2
 
@@ -51,10 +52,11 @@ def unfolded(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Mask]:
     """The sequences one after the other."""
     labels = [x for s in sequences for x in (*s[1:], IGNORED)]
-    factors = [x for w in weights for x in (*w[1:], 0.0)]
+    factors: Any = [x for w in weights for x in (*w[1:], 0.0)]
     mask = Mask.documents(np.cumsum([0] + [len(s) for s in sequences]).tolist())
     tokens = torch.tensor([x for s in sequences for x in s])
-    return tokens, torch.tensor(mask.positions), torch.tensor(labels), torch.tensor(factors, dtype=torch.float64), mask
+    factors = torch.tensor(factors, dtype=torch.float64)
+    return tokens, torch.tensor(mask.positions), torch.tensor(labels), factors, mask
 
 
 def grpo(rng: random.Random) -> tuple[list[list[int]], list[list[float]]]:
@@ -91,9 +93,7 @@ def test_loss_and_gradients_are_those_of_the_sequences(
         assert float((found - expected).abs().max()) <= bound * scale
 
 
-sequences_ = st.lists(
-    st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=8
-)
+sequences_ = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=8)
 
 
 @settings(max_examples=100)

@@ -73,6 +73,7 @@ def random_union(rng: random.Random, most: int, cross: bool) -> Union:
     for _ in range(rng.randint(0, 6)):
         rows = sorted(rng.choices(range(q_tokens + 1), k=2))
         columns = sorted(rng.choices(range(k_tokens + 1), k=2))
-        band = sorted(rng.choice([-q_tokens, k_tokens, rng.randint(-q_tokens, k_tokens)]) for _ in "ab")
+        ends = (-q_tokens, k_tokens)
+        band = sorted(rng.choice([*ends, rng.randint(*ends)]) for _ in ends)
         steps.append((rng.choice("|||&"), (*rows, *columns, *band)))
     return Union(q_tokens, k_tokens, steps)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ of the sequences one by one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,14 +123,15 @@ def _factors(numbers: list[Ints], weights: Sequence[object]) -> list[npt.NDArray
     factors = [np.asarray(x, np.float64) for x in weights]
     for i, (x, y) in enumerate(zip(numbers, factors, strict=True)):
         if x.shape != y.shape:
-            raise ValueError(f"weights[{i}] has shape {y.shape}, its sequence {x.shape}: give one "
-                             "weight for each token")  # fmt: skip
+            raise ValueError(
+                f"weights[{i}] has shape {y.shape}, its sequence {x.shape}: give one weight a token"
+            )
     return factors
 
 
 def _tree(sequences: list[Ints], min_shared: int) -> tuple[list[_Node], list[int]]:
     """(nodes in depth-first order, the node where each sequence ends) of sorted sequences."""
-    shared = [0, *(_common(a, b) for a, b in zip(sequences, sequences[1:], strict=False))]
+    shared = [0, *(_common(a, b) for a, b in itertools.pairwise(sequences))]
     nodes: list[_Node] = []
     ends = [-1] * len(sequences)
     # (sequences [a, b), tokens that they are known to share, parent, tokens of the parent's path)
