@@ -3,9 +3,9 @@
     python examples/shared_prefix.py                                     # one process
     torchrun --standalone --nproc-per-node 2 examples/shared_prefix.py   # CPU processes or GPUs
 
-As in GRPO, a token of a response has the response's advantage as its weight. `trees.fold` makes one tree
-of all sequences; loss and gradients are those of the sequences one by one. Any number of processes
-prints the same losses.
+As in GRPO, a token of a response has the response's advantage as its weight. `trees.fold` makes
+trees of all sequences; loss and gradients are those of the sequences one by one. Any number of
+processes prints the same losses.
 """
 
 import os
