@@ -26,6 +26,8 @@ RUNS = 8  # a component, which may be cut for each rank, has so many runs of one
 # Parts into which large components are cut, tried in turn: density that does not grow evenly along
 # a component needs several. One part is the zigzag of a document.
 PARTS = (1, 2, 4, 8)
+# Accepted maximum of a rank's work, over the mean, in one part: more parts send more K/V.
+ACCEPTED = 1.02
 LARGE = 0.25  # share of a rank's mean work from which a component is cut into parts
 
 
@@ -120,7 +122,8 @@ def _balanced(mask: Mask, world: int) -> list[Segments]:
         peak = np.bincount(rank, _pairs(ordered, first, length), world).max(initial=0)
         if peak < best_peak:
             best, best_peak = (rank, first, first + length), peak
-        if best_peak * world <= BALANCED * max(mask.pairs, 1):
+        accepted = ACCEPTED if parts == 1 else BALANCED
+        if best_peak * world <= accepted * max(mask.pairs, 1):
             break
     assert best is not None
     chunk, token, count = ordered.tokens(*best[1:])
