@@ -6,6 +6,7 @@ Spans have the form of `masks.spans`. None of these constructors makes spans tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ def ranges(count: Ints) -> Ints:
     return np.arange(len(offset)) - offset
 
 
-def per_document(name: str, value: object, documents: int, least: int) -> Ints:
+def per_document(name: str, value: Any, documents: int, least: int) -> Ints:
     """(documents,) of one whole number, or of one for each document; None is -1."""
     given = value if isinstance(value, (list, tuple, np.ndarray)) else [value] * documents
     numbers = whole_numbers(name, tuple(-1 if x is None else x for x in given))

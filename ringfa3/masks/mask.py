@@ -205,7 +205,7 @@ class Mask:
         if len(count) and count.max() > 1:
             twice = both[:, count.argmax()].tolist()
             raise ValueError(f"block (row, column) = {tuple(twice)} is there twice: give it once")
-        return cls._of(block_spans(*at, size, q_tokens, k), q_tokens, k)
+        return cls._of(block_spans(at[0], at[1], size, q_tokens, k), q_tokens, k)
 
     @classmethod
     def pack(cls, masks: Sequence[Mask]) -> Mask:

@@ -21,7 +21,7 @@ def plot(spans: Ints, q_tokens: int, k_tokens: int, plan: Any = None) -> Figure:
 
     figure = Figure(figsize=(3.2, 3.2 if plan is None else 3.6), layout="constrained")
     axes = figure.add_subplot()
-    colours = mpl.colormaps["tab10"].colors
+    colours = [mpl.colormaps["tab10"](i) for i in range(10)]
     for rank in range(1 if plan is None else plan.world):
         mine = spans if plan is None else intersect(spans, _rows(plan.index_of(rank), k_tokens))
         colour = colours[rank % len(colours)]

@@ -11,6 +11,7 @@ around the other rectangle, and two bands inside it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +28,14 @@ def empty() -> Ints:
 
 def local_bands(spans: Ints) -> Ints:
     """The same spans with the bands of `planning.tiling`: lo <= (c - k0) - (r - q0) <= hi."""
-    shifted = spans.copy()
+    shifted: Ints = spans.copy()
     shifted[:, 4:] += (spans[:, 0] - spans[:, 2])[:, None]
     return shifted
 
 
 def global_bands(spans: Ints) -> Ints:
     """The inverse of `local_bands`."""
-    shifted = spans.copy()
+    shifted: Ints = spans.copy()
     shifted[:, 4:] -= (spans[:, 0] - spans[:, 2])[:, None]
     return shifted
 
@@ -57,7 +58,8 @@ def tight(spans: Ints) -> Ints:
 def pairs(spans: Ints) -> Ints:
     """(n,) pairs of a row and a column that each span allows."""
     q0, q1, k0, k1, lo, hi = local_bands(spans).T
-    return _below(q1 - q0, k1 - k0, hi) - _below(q1 - q0, k1 - k0, lo - 1)
+    count: Ints = _below(q1 - q0, k1 - k0, hi) - _below(q1 - q0, k1 - k0, lo - 1)
+    return count
 
 
 def _below(rows: Ints, columns: Ints, diagonal: Ints) -> Ints:
@@ -84,7 +86,7 @@ def pairs_by_row(spans: Ints, rows: int) -> Ints:
         ]
         slopes += [(q0 + 1 + a, 0 * a + sign), (q0 + 1 + b, 0 * b - sign)]
 
-    def by_row(events: list[tuple[Ints, Ints]]) -> npt.NDArray[np.float64]:  # exact below 2^53
+    def by_row(events: list[tuple[Ints, Ints]]) -> npt.NDArray[Any]:  # float64, exact below 2^53
         at, change = (np.concatenate(column) for column in zip(*events, strict=True))
         return np.bincount(at, change, rows + 1)
 

@@ -89,7 +89,8 @@ class _Ordered:
         run = np.searchsorted(self._at, token, side="right") - 1
         begin = self._run[run]
         inside: Ints = self._before[begin + token - self._at[run]] - self._before[begin]
-        return self._pairs[run] + inside
+        count: Ints = self._pairs[run] + inside
+        return count
 
     def tokens(self, begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
         """(chunk, first token, number): what the ordered tokens [begin, end) of chunks are."""
@@ -105,7 +106,7 @@ def _balanced(mask: Mask, world: int) -> list[Segments]:
     total = mask.q_tokens
     quota = total // world + (np.arange(world) < total % world)
     ordered = _Ordered(mask, world)
-    lengths = np.diff(ordered.begin, append=total)
+    lengths = _sizes(ordered.begin, total)
     large = _pairs(ordered, ordered.begin, lengths) > LARGE * mask.pairs / world
     best, best_peak = None, np.inf
     for parts in PARTS:
@@ -116,7 +117,7 @@ def _balanced(mask: Mask, world: int) -> list[Segments]:
 
         # A share under which all ranks own a part of each part.
         shares = SHARES[1:2] if parts > 1 or len(begin) == 1 else SHARES
-        chunks = zigzag(np.diff(begin, append=total), quota, work, shares)
+        chunks = zigzag(_sizes(begin, total), quota, work, shares)
         rank, document, position, length = (x[chunks[3] > 0] for x in chunks)
         first = begin[document] + position
         peak = np.bincount(rank, _pairs(ordered, first, length), world).max(initial=0)
@@ -152,16 +153,22 @@ def _runs(mask: Mask, begin: Ints, world: int) -> tuple[Ints, Ints]:
     total = mask.q_tokens
     edges = np.unique(np.concatenate((begin, mask.diagonal_spans[:, :2].ravel())))
     edges = edges[edges < total]
-    parts = np.maximum(np.diff(begin, append=total) // (RUNS * world * CUT), 1) * CUT
+    parts = np.maximum(_sizes(begin, total) // (RUNS * world * CUT), 1) * CUT
     step = parts[np.searchsorted(begin, edges, side="right") - 1]
-    size = np.diff(edges, append=total)
+    size = _sizes(edges, total)
     count = -(-size // step)
     run = np.repeat(edges, count) + np.repeat(step, count) * concat_ranges(0 * count, count)
-    return run, np.diff(run, append=total)
+    return run, _sizes(run, total)
 
 
 def _cut(begin: Ints, lengths: Ints, parts: Ints) -> Ints:
     """Runs of tokens cut into so many parts, at multiples of CUT tokens: the first of each part."""
-    size = np.maximum(-(-lengths // (parts * CUT)), 1) * CUT
+    size: Ints = np.maximum(-(-lengths // (parts * CUT)), 1) * CUT
     count = np.where(parts > 1, -(-lengths // size), 1)
-    return np.repeat(begin, count) + np.repeat(size, count) * concat_ranges(0 * count, count)
+    first: Ints = np.repeat(begin, count) + np.repeat(size, count) * concat_ranges(0 * count, count)
+    return first
+
+
+def _sizes(begin: Ints, total: int) -> Ints:
+    """Lengths of adjacent runs of `total` tokens."""
+    return np.concatenate((begin[1:], [total])) - begin if len(begin) else begin

@@ -31,8 +31,8 @@ MASKS = {
 @pytest.mark.parametrize("world", [2, 3, 8])
 @pytest.mark.parametrize("name", MASKS)
 def test_work_and_tokens_are_balanced(name: str, world: int) -> None:
-    """The largest work is at most 1.02 of the mean for 2 ranks, 1.03 for 3, and 1.06 for 8, of which
-    each has few tiles; tokens differ by one at most. Work of a rank: the pairs of its queries."""
+    """The largest work is at most 1.02 of the mean for 2 ranks, 1.03 for 3, 1.06 for 8, of
+    which each has few tiles; tokens differ by one at most. Work: pairs of the rank's queries."""
     mask = MASKS[name]
     plan = plan_context(mask, (0, world))
     assert max(plan.tokens_per_rank) - min(plan.tokens_per_rank) <= 1
@@ -153,7 +153,7 @@ def test_errors_are_raised_on_every_rank(ranks: Ranks) -> None:
 def _compiled(group: dist.ProcessGroup) -> None:
     del group
     mask = Mask.tree([8, 5, 6], [-1, 0, 0])
-    plan, layer = plan_context(mask, (0, 1)), RingFA3Attention(2, 1, 8)
+    plan, layer = plan_context(mask, (0, 1)), RingFA3Attention(2, 1, 8, group=(0, 1))
     q, k, v = (torch.randn(19, heads, 8) for heads in (2, 1, 1))
     expected = flash_attn_mask_func(q, k, v, mask)
     assert torch.equal(layer(q, k, v, plan), expected)
