@@ -10,6 +10,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from ringfa3.masks.mask import Mask
+from ringfa3.planning.context_plan import ContextPlan, plan_context
 
 Dense = npt.NDArray[np.bool_]
 Span = tuple[int, int, int, int, int, int]
@@ -77,3 +78,18 @@ def random_union(rng: random.Random, most: int, cross: bool) -> Union:
         band = sorted(rng.choice([*ends, rng.randint(*ends)]) for _ in ends)
         steps.append((rng.choice("|||&"), (*rows, *columns, *band)))
     return Union(q_tokens, k_tokens, steps)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class MaskCase:
+    """As `strategies.Case`: the plans of a mask on all ranks."""
+
+    union: Union
+    world: int
+
+    def plans(self) -> list[ContextPlan]:
+        mask = self.union.mask()
+        return [plan_context(mask, (rank, self.world)) for rank in range(self.world)]
+
+
+mask_cases = st.builds(MaskCase, unions(40), st.integers(1, 4))
