@@ -10,6 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ringfa3.masks.arguments import (
+    checked_positions,
+    checked_runs,
+    checked_spans,
+    document_lengths,
+    integers,
+    read_only,
+    token_counts,
+)
 from ringfa3.masks.constructors import (
     block_spans,
     document_spans,
@@ -32,12 +41,11 @@ from ringfa3.masks.spans import (
     subtract,
     tight,
 )
-from ringfa3.validation import cumulative_bytes, sequence_lengths, shown, whole_numbers
+from ringfa3.validation import shown, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_TOKENS = 1 << 31
 MAX_CELLS = 1 << 28  # of `Mask.dense`
 
 
@@ -75,12 +83,12 @@ class Mask:
         key_positions: npt.ArrayLike | None = None,
     ) -> None:
         sizes = (q_tokens, q_tokens if k_tokens is None else k_tokens)
-        self.q_tokens, self.k_tokens = _tokens(*sizes)
-        table = global_bands(_checked(_integers("spans", spans, (-1, 6)), *sizes))
+        self.q_tokens, self.k_tokens = token_counts(*sizes)
+        table = global_bands(checked_spans(integers("spans", spans, (-1, 6)), *sizes))
         self._set(
             tight(table),
-            _positions("positions", positions, self.q_tokens),
-            _positions("key_positions", key_positions, self.k_tokens),
+            checked_positions("positions", positions, self.q_tokens),
+            checked_positions("key_positions", key_positions, self.k_tokens),
         )
         overlap = first_overlap(self._spans)
         if overlap is not None:
@@ -108,7 +116,7 @@ class Mask:
     ) -> Mask:
         """Of spans, with diagonals as bands, that are known not to overlap."""
         mask = cls.__new__(cls)
-        mask.q_tokens, mask.k_tokens = _tokens(q_tokens, k_tokens)
+        mask.q_tokens, mask.k_tokens = token_counts(q_tokens, k_tokens)
         mask._set(spans, positions, key_positions)
         return mask
 
@@ -137,13 +145,13 @@ class Mask:
 
         Raises ValueError, TypeError: an argument is wrong; the message names it.
         """
-        lengths = _lengths("cu", cu)
-        keys = lengths if cu_k is None else _lengths("cu_k", cu_k)
+        lengths = document_lengths("cu", cu)
+        keys = lengths if cu_k is None else document_lengths("cu_k", cu_k)
         if len(keys) != len(lengths):
             raise ValueError(
                 f"cu has {len(lengths)} documents, cu_k has {len(keys)}: they must be equal"
             )
-        sizes = _tokens(int(lengths.sum()), int(keys.sum()))
+        sizes = token_counts(int(lengths.sum()), int(keys.sum()))
         spans = document_spans(lengths, keys, causal, window_size, first_keys, chunk)
         return cls._of(spans, *sizes, ranges(lengths), None if cu_k is None else ranges(keys))
 
@@ -159,12 +167,12 @@ class Mask:
 
         Raises ValueError, TypeError: lengths and parents do not describe such a tree.
         """
-        sizes, above = _integers("lengths", lengths, (-1,)), _integers("parents", parents, (-1,))
+        sizes, above = integers("lengths", lengths, (-1,)), integers("parents", parents, (-1,))
         if len(sizes) != len(above):
             raise ValueError(f"lengths has {len(sizes)} nodes, parents has {len(above)}")
         if len(sizes) and (sizes.min() < 0 or above.min() < -1):
             raise ValueError("lengths must be at least 0 and parents at least -1, which is none")
-        total = _tokens(int(sizes.sum()), 0)[0]
+        total = token_counts(int(sizes.sum()), 0)[0]
         spans, positions = tree_spans(sizes, above)
         return cls._of(spans, total, total, positions)
 
@@ -188,11 +196,11 @@ class Mask:
         Raises ValueError, TypeError: a block is outside the tokens, or there twice.
         """
         k = q_tokens if k_tokens is None else k_tokens
-        _tokens(q_tokens, k)
+        token_counts(q_tokens, k)
         (size,) = whole_numbers("size", (size,))
         if size < 1:
             raise ValueError(f"size={size}: it must be at least 1")
-        at = [_integers(name, x, (-1,)) for name, x in (("rows", rows), ("columns", columns))]
+        at = [integers(name, x, (-1,)) for name, x in (("rows", rows), ("columns", columns))]
         if len(at[0]) != len(at[1]):
             raise ValueError(f"rows has {len(at[0])} blocks, columns has {len(at[1])}")
         for name, x, tokens in (("rows", at[0], q_tokens), ("columns", at[1], k)):
@@ -241,24 +249,8 @@ class Mask:
                 f"the mask has {self.q_tokens} queries and {self.k_tokens} keys: bidirectional "
                 "runs need self-attention"
             )
-        begin, end = _integers("begins", begins, (-1,)), _integers("ends", ends, (-1,))
-        if len(begin) != len(end):
-            raise ValueError(f"begins has {len(begin)} runs, ends has {len(end)}")
-        order = np.lexsort((end, begin))
-        begin, end = begin[order], end[order]
-        bounds = np.stack((begin, end), 1).ravel()
-        if len(bounds) and (bounds[0] < 0 or bounds[-1] > self.q_tokens):
-            raise ValueError(
-                f"begins and ends go from {bounds[0]} to {bounds[-1]}: the mask has tokens 0 to "
-                f"{self.q_tokens}"
-            )
-        if (np.diff(bounds) < 0).any():
-            at = int(np.argmax(np.diff(bounds) < 0)) // 2
-            runs = [
-                (int(a), int(b)) for a, b in zip(begin[at : at + 2], end[at : at + 2], strict=True)
-            ]
-            raise ValueError(f"runs [begin, end) = {runs} overlap, or end before they begin")
-        return self._joined(square_spans(begin, end))
+        begin, end = checked_runs(begins, ends, self.q_tokens)
+        return self | self._of(square_spans(begin, end), self.q_tokens, self.k_tokens)
 
     def with_prefix(self, lengths: Sequence[int] | int) -> Mask:
         """A prefix-LM: the first tokens of each document also attend to each other.
@@ -271,17 +263,13 @@ class Mask:
         (begin,) = np.nonzero(self.positions == 0)
         size = np.diff(np.concatenate((begin, [self.q_tokens])))
         one = [lengths] * len(begin) if isinstance(lengths, (int, np.integer)) else lengths
-        prefix = _integers("lengths", one, (-1,))
+        prefix = integers("lengths", one, (-1,))
         if len(prefix) != len(begin) or (prefix > size).any() or (prefix < 0).any():
             raise ValueError(
                 f"lengths={shown(lengths)}: give one prefix for each of the {len(begin)} documents "
                 "with tokens, not longer than the document"
             )
         return self.with_bidirectional(begin, begin + prefix)  # type: ignore[arg-type]
-
-    def _joined(self, spans: Ints) -> Mask:
-        joined = np.concatenate((self._spans, subtract(spans, self._spans)))
-        return self._of(joined, self.q_tokens, self.k_tokens, self._positions, self._key_positions)
 
     def __or__(self, other: Mask) -> Mask:
         """What either of two masks allows."""
@@ -333,13 +321,13 @@ class Mask:
 
     @cached_property
     def positions(self) -> Ints:
-        return _read_only(self._positions, self.q_tokens)
+        return read_only(self._positions, self.q_tokens)
 
     @cached_property
     def key_positions(self) -> Ints:
         if self._key_positions is None and not self.cross:
             return self.positions
-        return _read_only(self._key_positions, self.k_tokens)
+        return read_only(self._key_positions, self.k_tokens)
 
     @cached_property
     def pairs(self) -> int:
@@ -404,65 +392,6 @@ class Mask:
         return f"Mask({self.q_tokens}{keys} tokens, {len(self._spans)} spans, {self.digest})"
 
 
-def _tokens(q_tokens: object, k_tokens: object) -> tuple[int, int]:
-    """Two numbers of tokens. Raises ValueError, TypeError: one is none, or too large."""
-    q, k = whole_numbers("q_tokens, k_tokens", (q_tokens, k_tokens))  # type: ignore[arg-type]
-    if not (0 <= q < MAX_TOKENS and 0 <= k < MAX_TOKENS):
-        raise ValueError(f"q_tokens, k_tokens = {q}, {k}: allowed are 0 to 2^31 - 1")
-    return q, k
-
-
-def _lengths(name: str, cu: Any) -> Ints:
-    found = np.frombuffer(cumulative_bytes(name, cu), np.int64).tolist()
-    return np.array(sequence_lengths(name, found), np.int64)
-
-
 def _check_mask(mask: object) -> None:
     if not isinstance(mask, Mask):
         raise TypeError(f"expected a Mask, got {type(mask).__name__}")
-
-
-def _integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> Ints:
-    """An int64 copy. Raises TypeError: values are no whole numbers; ValueError: another shape."""
-    array = np.array(values if hasattr(values, "__len__") else list(values))  # type: ignore[arg-type]
-    if array.size == 0:
-        return np.zeros([0 if n < 0 else n for n in shape], np.int64)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{name}={shown(values)}: give whole numbers, finite ones")
-    if array.ndim != len(shape) or any(
-        n not in (m, -1) for m, n in zip(array.shape, shape, strict=True)
-    ):
-        raise ValueError(f"{name} has shape {array.shape}: give {shape}, -1 is any length")
-    return array.astype(np.int64)
-
-
-def _checked(spans: Ints, q_tokens: int, k_tokens: int) -> Ints:
-    """Spans with local bands. Raises ValueError: one has bounds that are not allowed."""
-    q0, q1, k0, k1, lo, hi = spans.T
-    good = (q0 >= 0) & (q0 <= q1) & (q1 <= q_tokens) & (k0 >= 0) & (k0 <= k1) & (k1 <= k_tokens)
-    good &= (lo <= hi) & (np.abs(lo) <= MAX_TOKENS) & (np.abs(hi) <= MAX_TOKENS)
-    if not good.all():
-        at = int(np.argmin(good))
-        raise ValueError(
-            f"spans[{at}] = (q0, q1, k0, k1, lo, hi) = {tuple(spans[at].tolist())}: needs "
-            f"0 <= q0 <= q1 <= {q_tokens}, 0 <= k0 <= k1 <= {k_tokens}, lo <= hi, both within 2^31"
-        )
-    return spans
-
-
-def _positions(name: str, values: Any, tokens: int) -> Ints | None:
-    if values is None:
-        return None
-    found = _integers(name, values, (-1,))
-    if len(found) != tokens or (tokens and found.min() < 0):
-        raise ValueError(
-            f"{name} has {len(found)} values from {found.min() if len(found) else 0} on: give "
-            f"{tokens}, at least 0"
-        )
-    return found
-
-
-def _read_only(positions: Ints | None, tokens: int) -> Ints:
-    found = np.arange(tokens) if positions is None else positions
-    found.setflags(write=False)
-    return found

@@ -66,10 +66,12 @@ def _below(rows: Ints, columns: Ints, diagonal: Ints) -> Ints:
     """Cells (r, c) of each rectangle with c - r <= diagonal: the sum of clip(r + diagonal + 1)."""
 
     def ramp(n: Ints) -> Ints:  # the sum of min(t, columns) for t of [1, n]
-        inside: Ints = np.clip(n, 0, columns)
-        return inside * (inside + 1) // 2 + np.maximum(n - columns, 0) * columns
+        inside = np.clip(n, 0, columns)
+        total: Ints = inside * (inside + 1) // 2 + np.maximum(n - columns, 0) * columns
+        return total
 
-    return ramp(rows + diagonal) - ramp(diagonal)
+    cells: Ints = ramp(rows + diagonal) - ramp(diagonal)
+    return cells
 
 
 def pairs_by_row(spans: Ints, rows: int) -> Ints:

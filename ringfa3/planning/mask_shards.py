@@ -157,7 +157,7 @@ def _runs(mask: Mask, begin: Ints, world: int) -> tuple[Ints, Ints]:
     step = parts[np.searchsorted(begin, edges, side="right") - 1]
     size = _sizes(edges, total)
     count = -(-size // step)
-    run = np.repeat(edges, count) + np.repeat(step, count) * concat_ranges(0 * count, count)
+    run: Ints = np.repeat(edges, count) + np.repeat(step, count) * concat_ranges(0 * count, count)
     return run, _sizes(run, total)
 
 

@@ -62,8 +62,7 @@ class Tiling:
     tiles    (num_tiles,) TILE
     spans    (num_spans,) SPAN
     earlier  deterministic backward: (num_spans,) int32, the span of the same query rows whose key
-             tiles come right before those of this span in fetch order, -1 for none; else empty.
-             Two spans of the same query rows and keys need keys of one tile
+             tiles come right before those of this span in fetch order, -1 for none; else empty
     """
 
     size: int
@@ -339,12 +338,8 @@ class Plan:
 
 
 def _earlier(hop: Ints, query: Ints, key: Ints, offset: Ints) -> npt.NDArray[np.int32]:
-    """`Tiling.earlier`: per span the next one of the same hop and query segment, or -1.
-
-    Several bands of one pair of segments, on keys of one tile, are added in their own order: the
-    tile visits them one after the other.
-
-    offset: (hops,) first span of each hop; the result counts from it.
+    """`Tiling.earlier`: per span the next one of the same hop and query segment, or -1. A tile adds
+    bands of one pair of segments in their own order. offset: (hops,) first span of each hop.
     """
     at = np.arange(len(hop))
     order = np.lexsort((-at, key, query, hop))
