@@ -151,14 +151,14 @@ def _components(mask: Mask) -> Ints:
 def _runs(mask: Mask, begin: Ints, world: int) -> tuple[Ints, Ints]:
     """(first token, tokens) of each run: between spans' ends, and parts of large components."""
     total = mask.q_tokens
-    edges = np.unique(np.concatenate((begin, mask.diagonal_spans[:, :2].ravel())))
+    edges: Ints = np.unique(np.concatenate((begin, mask.diagonal_spans[:, :2].ravel())))
     edges = edges[edges < total]
-    parts = np.maximum(_sizes(begin, total) // (RUNS * world * CUT), 1) * CUT
+    parts: Ints = np.maximum(_sizes(begin, total) // (RUNS * world * CUT), 1) * CUT
     step = parts[np.searchsorted(begin, edges, side="right") - 1]
     size = _sizes(edges, total)
     count = -(-size // step)
-    run: Ints = np.repeat(edges, count) + np.repeat(step, count) * concat_ranges(0 * count, count)
-    return run, _sizes(run, total)
+    run = np.repeat(edges, count) + np.repeat(step, count) * concat_ranges(0 * count, count)
+    return run.astype(np.int64), _sizes(run, total)
 
 
 def _cut(begin: Ints, lengths: Ints, parts: Ints) -> Ints:

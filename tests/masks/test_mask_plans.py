@@ -76,3 +76,19 @@ def check_turns(tiling: Tiling, m: int) -> None:
                     at = int(span["padded_q0"]) + block * m
                     assert tiling.dq_order(number, key_tile, block, m) == added.get(at, 0)
                     added[at] = added.get(at, 0) + 1
+
+
+DILATED = [[0, 300, 0, 300, -250, -100], [0, 300, 0, 300, -50, -20], [0, 300, 0, 300, 7, 40]]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("n", [64, 128])
+def test_bands_of_one_pair_of_segments_that_stay_apart(world: int, n: int) -> None:
+    """Three bands of one rectangle, longer than a tile: turns as above, and every pair once."""
+    mask = Mask(DILATED, 300)
+    plans = plans_of(mask, world, "zigzag")
+    for plan in plans:
+        for tiling in plan.hops.backward(n, 16, deterministic=True):
+            check_turns(tiling, 16)
+    for mode in MODES:
+        np.testing.assert_array_equal(coverage(plans, mode, 16, n), mask.dense())
