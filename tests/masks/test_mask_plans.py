@@ -92,3 +92,13 @@ def test_bands_of_one_pair_of_segments_that_stay_apart(world: int, n: int) -> No
             check_turns(tiling, 16)
     for mode in MODES:
         np.testing.assert_array_equal(coverage(plans, mode, 16, n), mask.dense())
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_runs_of_keys_that_begin_inside_a_segment(layout: str) -> None:
+    """A window of 20 keys over three ranks: every pair once."""
+    mask = Mask.documents(300, window_size=(20, 0))
+    plans = plans_of(mask, 3, layout)
+    assert max(plan.kv_exchange.rows[0, 1] for plan in plans) < 100
+    for mode in MODES:
+        np.testing.assert_array_equal(coverage(plans, mode, 16, 64), mask.dense())
