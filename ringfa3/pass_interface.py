@@ -51,7 +51,7 @@ class LocalHeads(NamedTuple):
 
     @classmethod
     def of(cls, k: torch.Tensor) -> LocalHeads:
-        """For k (local_tokens, hk, d)."""
+        """For k (local_keys, hk, d)."""
         tokens, kv_heads, _ = k.shape
         return cls(first_heads(kv_heads, tokens))
 
@@ -109,7 +109,7 @@ class RingPass(Protocol):
         caller runs `start` and `run`.
 
         Args:
-            k: (local_tokens, hk, d), the rank's own.
+            k: (local_keys, hk, d), the rank's own.
             inputs: all tensors of the call; the first one is given.
             settings: on which launches depend, besides the pass and the inputs' shapes.
         """
@@ -119,7 +119,7 @@ class RingPass(Protocol):
         computes before `run` overlaps with them. Over messages `run` starts all transfers.
 
         Args:
-            k, v: (local_tokens, hk, d), the rank's own.
+            k, v: (local_keys, hk, d), the rank's own.
             waits_in_kernel: `attend` of a gathered forward takes `arrivals`.
         """
 
@@ -132,7 +132,7 @@ class RingPass(Protocol):
 
     @property
     def grads(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Backward, after `run`: dK and dV, (local_tokens, hk, d) each, in the dtype of K."""
+        """Backward, after `run`: dK and dV, (local_keys, hk, d) each, in the dtype of K."""
 
 
 class LocalPass:

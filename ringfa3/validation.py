@@ -305,15 +305,20 @@ def check_sink(sink: torch.Tensor | None, q: torch.Tensor) -> None:
 
 
 def check_local_tokens(
-    q: torch.Tensor, k: torch.Tensor, local_tokens: int, total_tokens: int
+    q: torch.Tensor, k: torch.Tensor, local_tokens: int, local_keys: int, total_tokens: int
 ) -> None:
     """Whether packed q and k hold a rank's tokens of a plan."""
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[0] != local_tokens:
-            raise ValueError(
-                f"{name} has {x.shape[0]} tokens; the plan gives this rank {local_tokens} of "
-                f"{total_tokens}: pass the tokens of plan.shard"
-            )
+    if q.shape[0] != local_tokens or (local_keys == local_tokens != k.shape[0]):
+        name, x = ("q", q) if q.shape[0] != local_tokens else ("k", k)
+        raise ValueError(
+            f"{name} has {x.shape[0]} tokens; the plan gives this rank {local_tokens} of "
+            f"{total_tokens}: pass the tokens of plan.shard"
+        )
+    if k.shape[0] != local_keys:
+        raise ValueError(
+            f"k has {k.shape[0]} tokens; the plan gives this rank {local_keys} keys: pass the "
+            "tokens of plan.shard_keys"
+        )
 
 
 def check_layer_inputs(

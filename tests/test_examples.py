@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.markdown import ROOT, blocks
+from tests.support.ranks import Ranks
 
 EXAMPLES = ROOT / "examples"
 
@@ -71,9 +76,38 @@ def test_packed_documents_give_one_loss_and_one_gradient(
     assert numbers[1] == pytest.approx(numbers[0], abs=1e-4)
 
 
+def _in_group(group: dist.ProcessGroup, name: str) -> list[str]:
+    """What an example prints on a rank whose default group exists already."""
+    del group
+    with (
+        mock.patch("torch.distributed.destroy_process_group"),
+        contextlib.redirect_stdout(io.StringIO()) as said,
+    ):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return said.getvalue().splitlines()
+
+
+def test_a_tree_of_responses_trains_alike_on_any_number_of_ranks(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four ranks print the numbers of tokens and the losses of one process, to within 1e-4; the
+    loss falls."""
+    expected, (found, *others) = (
+        alone("shared_prefix.py", capsys),
+        ranks.run(4, _in_group, "shared_prefix.py"),
+    )
+    assert expected[0] == found[0] == "4319 tokens fold into 1043"
+    assert others == [[]] * 3
+    losses = [[float(line.split()[-1]) for line in lines[1:]] for lines in (expected, found)]
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert sorted(losses[0], reverse=True) == losses[0]
+
+
 def test_every_example_says_how_it_is_started_and_is_tested() -> None:
     tested = set(re.findall(r'shared\("(\w+\.py)"', Path(__file__).read_text()))
-    tested |= {"hf_cp.py", "hf_trainer.py"}  # tests/hf/test_context_parallel.py, test_trainer.py
+    # The last two: tests/hf/test_context_parallel.py, test_trainer.py.
+    tested |= {"shared_prefix.py", "hf_cp.py", "hf_trainer.py"}
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == tested
     for name in tested:
         said = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())) or ""

@@ -21,6 +21,7 @@ ORDER = [
     "tensor_cache",
     "validation",
     "keywords",
+    "masks",
     "planning",
     "quantisation",
     "pass_interface",
@@ -111,7 +112,8 @@ def test_packages_have_at_most_14_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["planning", "quantisation", "build", "kernels", "symmetric", "ring", "hf", "bench"]
+    "package",
+    ["masks", "planning", "quantisation", "build", "kernels", "symmetric", "ring", "hf", "bench"],
 )
 def test_a_package_says_what_it_is_for_what_it_takes_and_what_it_imports(package: str) -> None:
     """In a docstring of three parts, and nothing else but public names."""

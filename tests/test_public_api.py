@@ -15,13 +15,16 @@ from ringfa3.validation import LAYOUTS, PRECISIONS, TRANSPORTS
 
 NAMES = {
     "ContextPlan",
+    "Mask",
     "RingError",
     "RingFA3Attention",
     "flash_attn_func",
+    "flash_attn_mask_func",
     "flash_attn_varlen_func",
     "keep_attention",
     "plan_context",
     "ring_attn_func",
+    "trees",
 }
 
 
@@ -36,6 +39,12 @@ def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, *,
     softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False, return_lse=False,
     precision="native", sink=None, **neutral,
+): ...  # fmt: skip
+
+
+def flash_attn_mask_func(
+    q, k, v, mask, *, softmax_scale=None, deterministic=False, return_lse=False,
+    precision="native", sink=None,
 ): ...  # fmt: skip
 
 
@@ -66,8 +75,41 @@ def shard(self, x, dim=0): ...
 def unshard(self, x_local, dim=0): ...
 
 
+def with_mask(self, mask): ...
+
+
+def make_mask(self, spans, q_tokens, k_tokens=None, positions=None, key_positions=None): ...
+
+
+def documents(
+    cu, cu_k=None, causal=True, window_size=(-1, -1), first_keys=0, chunk=None
+): ...  # fmt: skip
+
+
+def tree(lengths, parents): ...
+
+
+def blocks(rows, columns, size, q_tokens, k_tokens=None): ...
+
+
+def pack(masks): ...
+
+
+def with_bidirectional(self, begins, ends): ...
+
+
+def with_prefix(self, lengths): ...
+
+
+def plot(self, plan=None): ...
+
+
+def fold(sequences, weights=None, min_shared=1): ...
+
+
 SIGNATURES: list[tuple[Callable[..., object], Callable[..., object]]] = [
     (ringfa3.flash_attn_func, flash_attn_func),
+    (ringfa3.flash_attn_mask_func, flash_attn_mask_func),
     (ringfa3.flash_attn_varlen_func, flash_attn_varlen_func),
     (ringfa3.keep_attention, keep_attention),
     (ringfa3.plan_context, plan_context),
@@ -75,7 +117,18 @@ SIGNATURES: list[tuple[Callable[..., object], Callable[..., object]]] = [
     (ringfa3.RingFA3Attention, layer),
     (ringfa3.RingFA3Attention.forward, layer_forward),
     (ringfa3.ContextPlan.shard, shard),
+    (ringfa3.ContextPlan.shard_keys, shard),
     (ringfa3.ContextPlan.unshard, unshard),
+    (ringfa3.ContextPlan.with_mask, with_mask),
+    (ringfa3.Mask.__init__, make_mask),
+    (ringfa3.Mask.documents, documents),
+    (ringfa3.Mask.tree, tree),
+    (ringfa3.Mask.blocks, blocks),
+    (ringfa3.Mask.pack, pack),
+    (ringfa3.Mask.with_bidirectional, with_bidirectional),
+    (ringfa3.Mask.with_prefix, with_prefix),
+    (ringfa3.Mask.plot, plot),
+    (ringfa3.trees.fold, fold),
 ]
 OPTIONS = {
     "attention": "--set --head-dim --dtype --shortest --direction --pairs --fa3 --device --out "
@@ -126,6 +179,8 @@ def test_a_plan_has_its_attributes() -> None:
     assert (plan.total_tokens, plan.local_tokens, plan.tokens_per_rank) == (12, 4, [4, 4, 4])
     assert isinstance(plan.handle, int)
     assert plan.positions.shape == plan.token_index.shape == (4,)
+    assert plan.mask is None
+    assert plan.local_keys == len(plan.key_positions) == 4
     assert sum(plan.work_per_rank) == 3 * 4 // 2 + 9 * 10 // 2  # causal pairs of both documents
 
 

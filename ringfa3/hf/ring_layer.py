@@ -133,6 +133,11 @@ def check_context(
     """
     check_plan(plan)
     assert isinstance(plan, ContextPlan)
+    if plan.mask is not None:
+        raise ValueError(
+            f"ringfa3_plan has {plan.mask!r}: models of transformers make their own masks: give "
+            "plan_context the documents, or call ring_attn_func with this plan"
+        )
     batch, tokens = query.shape[0], query.shape[2]
     if mask.keys != tokens:
         raise ValueError(

@@ -153,7 +153,7 @@ class LocalKVKernels:
     a head dim that is a multiple of 8."""
 
     def __init__(self, unit: Unit, plan: ContextPlan) -> None:
-        self._unit, self._tokens = unit, plan.local_tokens
+        self._unit, self._tokens = unit, plan.local_keys
         self._exchange = plan.kv_exchange  # not the plan, which frees what its calls have prepared
 
     def publish(

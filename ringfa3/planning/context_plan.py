@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import cast
 
@@ -14,26 +14,22 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.custom_op import untraced
+from ringfa3.masks.mask import Mask
 from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
-from ringfa3.planning.handles import from_handle, graph_handle, new_handle, plan_table
+from ringfa3.planning.handles import from_handle, new_handle
 from ringfa3.planning.kv_exchange import KVExchange, plan_ring
-from ringfa3.planning.process_groups import (
-    Group,
-    GroupRef,
-    require_alive,
-    resolve_group,
-    warn_if_alone,
-)
+from ringfa3.planning.mask_shards import check_mask_tokens, one_sequence, partition_mask
+from ringfa3.planning.process_groups import Group, GroupRef, resolve_group, warn_if_alone
+from ringfa3.planning.refinement import plan_mask
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
-from ringfa3.planning.tiling import MAX_ROWS, Plan, concat_ranges
-from ringfa3.planning.unshard import Unshard, require_agreement
+from ringfa3.planning.tiling import MAX_ROWS, Plan
+from ringfa3.planning.token_shards import TokenShards
 from ringfa3.validation import (
     LAYOUTS,
     Window,
     check_bool,
     check_choice,
-    check_plain,
     check_window,
     cumulative_bytes,
     sequence_lengths,
@@ -42,20 +38,23 @@ from ringfa3.validation import (
 PLANS_KEPT = 64  # the most recent plans, which `plan_context` returns again
 
 
-class ContextPlan:
+class ContextPlan(TokenShards):
     """Documents spread over a context-parallel (CP) group. Make one with `plan_context`.
 
     Attributes:
         rank, world: this rank's number in the CP group, and the size of the group.
         layout, causal, window_size: as given to `plan_context`.
+        mask: the Mask of the plan; None for documents, with `causal` and `window_size`.
         total_tokens: tokens of all documents.
-        local_tokens: tokens on this rank.
+        local_tokens, local_keys: queries and keys on this rank; equal in self-attention.
         tokens_per_rank: list of int.
         handle: int that stands for the plan in custom ops, as long as the plan is alive.
     """
 
     # Attributes that a copy in another process must not have.
-    _LOCAL = ("_bound", "_published", "_grids", "_windows", "_aligned", "_origin", "handle")
+    _LOCAL = (
+        "_bound", "_published", "_grids", "_variants", "_aligned", "_origin", "handle",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -68,36 +67,35 @@ class ContextPlan:
         window_size: tuple[int, int],
         implicit: bool = False,
         alignment: int = 1,
+        mask: Mask | None = None,
+        key_shards: list[Segments] | None = None,
     ) -> None:
-        """alignment: as in `plan_ring`; other arguments as in `plan_context`."""
+        """alignment: as in `plan_ring`; key_shards: as in `TokenShards`, default `shards`; other
+        arguments as in `plan_context`."""
+        super().__init__(lengths, shards, shards if key_shards is None else key_shards, rank, group)
         self.implicit = implicit  # one process, because torch.distributed is not initialised
-        self.lengths, self.shards = lengths, shards
-        self.rank, self.world, self._group = rank, len(shards), group
         self.layout, self.causal, self.window_size = layout, causal, window_size
-        self.tokens_per_rank = [s.tokens for s in shards]
-        self.total_tokens = sum(self.tokens_per_rank)
-        self.local_tokens = self.tokens_per_rank[rank]
+        self.mask = mask
         self._register()
-        window = self.effective_window
-        self.hops, self.kv_exchange = plan_ring(shards, rank, *window, alignment=alignment)
+        if mask is None:
+            window = self.effective_window
+            self.hops, self.kv_exchange = plan_ring(shards, rank, *window, alignment=alignment)
+        else:
+            self._positions = mask.positions[self._token_index]
+            self._key_positions = mask.key_positions[self._key_index]
+            queries = one_sequence(lengths, shards)
+            keys = queries if key_shards is None else key_shards
+            self.hops, self.kv_exchange = plan_mask(mask, queries, keys, rank)
 
     def _register(self) -> None:
         """Sets the attributes of `_LOCAL`."""
         self._bound: dict[GroupRef, ContextPlan] = {}
         self._published: dict[tuple[torch.device, int], RowIndex] = {}
         self._grids: dict[int, tuple[Plan, KVExchange]] = {}
-        self._windows: dict[tuple[int, int], ContextPlan] = {}  # made by `with_window`
+        self._variants: dict[tuple[int, int] | Mask, ContextPlan] = {}  # windows and masks
         self._aligned: dict[int, ContextPlan] = {}
-        self._origin: ContextPlan | None = None  # the plan whose `with_window` made this one
+        self._origin: ContextPlan | None = None  # the plan that made this one
         self.handle = new_handle(self)
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ProcessGroup, or None if made from (rank, world). The plan does not keep it alive.
-
-        Raises ValueError: it has been destroyed.
-        """
-        return None if self._group is None else require_alive(self._group())
 
     def __getstate__(self) -> dict[str, object]:
         if self._group is not None:
@@ -147,19 +145,54 @@ class ContextPlan:
             window. Work is balanced for the window that `plan_context` was given.
 
         Raises:
-            ValueError, TypeError: window_size is not a pair as in `plan_context`.
+            ValueError, TypeError: window_size is not a pair as in `plan_context`, or the plan was
+                made from a Mask.
         """
         window = check_window(window_size)
+        if self.mask is not None:
+            raise ValueError(
+                f"window_size={window} of a plan with {self.mask!r}: use "
+                "plan.with_mask(Mask.documents(cu, window_size=...))"
+            )
         if torch.compiler.is_compiling():
             return cast(ContextPlan, GraphPlan(self, self.group, window))
+        return self._variant(window, lambda origin: origin._remade(window))
+
+    @untraced
+    def with_mask(self, mask: Mask) -> ContextPlan:
+        """The plan that holds the same tokens on the same ranks, under another mask.
+
+        Args:
+            mask: of the same number of queries and keys. Its positions are those of the new plan.
+
+        Returns:
+            The same object for an equal mask, alive as long as this plan. Work is balanced for what
+            `plan_context` was given.
+
+        Raises:
+            ValueError: the mask has other numbers of tokens.
+            TypeError: it is no Mask.
+            RuntimeError: torch.compile traces the call.
+        """
+        check_mask_tokens(mask, self.total_tokens, sum(s.tokens for s in self.key_shards))
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "plan.with_mask inside a compiled function: call it outside, and give the plan to "
+                "the function as an argument"
+            )
+        return self._variant(mask, lambda origin: origin._masked(mask))
+
+    def _variant(
+        self, key: tuple[int, int] | Mask, make: Callable[[ContextPlan], ContextPlan]
+    ) -> ContextPlan:
         origin = self._origin or self
-        if window == origin.window_size:
+        if key == (origin.window_size if origin.mask is None else origin.mask):
             return origin
-        if window not in origin._windows:
-            made = origin._remade(window)
+        if key not in origin._variants:
+            made = make(origin)
             made._origin = origin
-            origin._windows[window] = made
-        return origin._windows[window]
+            origin._variants[key] = made
+        return origin._variants[key]
 
     def aligned(self, keys: int) -> ContextPlan:
         """The plan where each run that ranks exchange begins with a tile of so many keys.
@@ -175,6 +208,11 @@ class ContextPlan:
     def _remade(self, window: tuple[int, int], alignment: int = 1) -> ContextPlan:
         given = self.lengths, self.shards, self.rank, self._group, self.layout, self.causal
         return ContextPlan(*given, window, self.implicit, alignment)
+
+    def _masked(self, mask: Mask) -> ContextPlan:
+        keys = None if self.key_shards is self.shards else self.key_shards
+        given = self.lengths, self.shards, self.rank, self._group, self.layout, False, (-1, -1)
+        return ContextPlan(*given, self.implicit, mask=mask, key_shards=keys)
 
     def on_grid(self, keys: int) -> tuple[Plan, KVExchange]:
         """`hops` and `kv_exchange` where ranks exchange whole tiles of so many keys."""
@@ -206,89 +244,22 @@ class ContextPlan:
         h.update(self.lengths.tobytes())
         for s in self.shards:  # the same lengths may be laid out dense or packed
             h.update(np.stack((s.sequence, s.position, s.length)).tobytes())
+        if self.mask is not None:
+            h.update(self.mask.digest.encode())
         return h.hexdigest()[:16]
 
     @property
     def work_per_rank(self) -> list[int]:
         """Allowed (query, key) pairs of each rank's queries, over all hops."""
         work = []
+        if self.mask is not None:
+            ranks = range(self.world)
+            return [int(self.mask.pairs_by_row[self.index_of(r)].sum()) for r in ranks]
         for s in self.shards:
             length, end = self.lengths[s.sequence], s.position + s.length
             before = (pairs_before(p, length, *self.effective_window) for p in (end, s.position))
             work.append(int(np.subtract(*before).sum()))
         return work
-
-    # Tensors are made at each access: inference or fake mode makes some that only serve inside.
-    @property
-    def positions(self) -> torch.Tensor:
-        """(local_tokens,) int64: position of each local token inside its document."""
-        return self._table("_positions")
-
-    @cached_property
-    def _positions(self) -> Ints:
-        mine = self.shards[self.rank]
-        return concat_ranges(mine.position, mine.length)
-
-    @property
-    def token_index(self) -> torch.Tensor:
-        """(local_tokens,) int64: global index of each local token."""
-        return self._table("_token_index")
-
-    def _table(self, name: str) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return plan_table(graph_handle(self), name, self.local_tokens)
-        return torch.from_numpy(getattr(self, name))
-
-    @cached_property
-    def _token_index(self) -> Ints:
-        return self.index_of(self.rank)
-
-    def index_of(self, rank: int) -> Ints:
-        """(tokens of the rank,) int64: global index of each."""
-        s = self.shards[rank]
-        start = np.cumsum(self.lengths) - self.lengths
-        return concat_ranges(start[s.sequence] + s.position, s.length)
-
-    def shard(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """This rank's tokens of a tensor that holds all of them along `dim`.
-
-        Raises:
-            ValueError: x.shape[dim] is not `total_tokens`.
-            TypeError: x is a DTensor.
-        """
-        check_plain("x", x)
-        if x.shape[dim] != self.total_tokens:
-            raise ValueError(
-                f"x has {x.shape[dim]} tokens along dim {dim}; the plan has {self.total_tokens}: "
-                "pass all tokens of the batch, on every rank"
-            )
-        return x.index_select(dim, self.token_index.to(x.device))
-
-    def unshard(self, x_local: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """All tokens from every rank's local ones: the inverse of `shard`, on every rank.
-
-        Takes any dtype, the same on all ranks. All ranks must compute the same from the result: the
-        gradient of `x_local` is this rank's shard of its own gradient of the result, not a sum over
-        ranks. Ranks agree on the arguments before each call.
-
-        Raises:
-            ValueError: on every rank of the group: x_local.shape[dim] is not `local_tokens` on one,
-                or its other sizes, dtype, dim or plan differ over the ranks. On this rank: the
-                plan was made from (rank, world) and has no group to gather over.
-            IndexError: the plan has one rank, and x_local no such dim.
-            RingError: a rank did not enter within the group's timeout.
-        """
-        if self.world > 1 and self._group is None:
-            raise ValueError(
-                "this plan was made from (rank, world) and cannot gather: make it with "
-                "group=<ProcessGroup> to unshard"
-            )
-        try:
-            check_plain("x_local", x_local)
-        except TypeError as problem:  # no op takes it; the other ranks wait
-            require_agreement(self.group if self.world > 1 else None, {}, problem)
-        result: torch.Tensor = Unshard.apply(x_local, self, dim)  # type: ignore[no-untyped-call]
-        return result
 
 
 def effective_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
@@ -305,20 +276,21 @@ def check_plan(plan: object) -> None:
 
 @untraced
 def plan_context(
-    cu_seqlens: Sequence[int] | torch.Tensor | int,
+    cu_seqlens: Sequence[int] | torch.Tensor | int | Mask,
     group: Group = None,
     layout: str = "zigzag",
     causal: bool = True,
     window_size: Window = (-1, -1),
 ) -> ContextPlan:
-    """The plan of packed, self-attending documents over a context-parallel (CP) group.
+    """The plan of packed, self-attending documents, or of a mask, over a context-parallel group.
 
     Plans are cached: the same arguments give the same object.
 
     Args:
         cu_seqlens: cumulative document lengths from 0 to the total, as a list or an integer
             tensor on the CPU; or one int, the length of a single document. A tensor on the GPU
-            costs one synchronisation.
+            costs one synchronisation. Or a Mask, which decides all that `causal` and
+            `window_size`, left at their defaults, would.
         group: a ProcessGroup or a DeviceMesh of one dimension; None for the default group, or for
             one process if torch.distributed is not initialised, with a warning under torchrun;
             or (rank, world), in a data loader.
@@ -336,7 +308,8 @@ def plan_context(
             "plan_context inside a compiled function: call it outside, and give the plan to the "
             "function as an argument"
         )
-    cu = cumulative_bytes("cu_seqlens", cu_seqlens)
+    mask = cu_seqlens if isinstance(cu_seqlens, Mask) else None
+    cu = b"" if isinstance(cu_seqlens, Mask) else cumulative_bytes("cu_seqlens", cu_seqlens)
     check_choice("layout", layout, LAYOUTS)
     window = check_window(window_size)
     rank, world, process_group = resolve_group(group)
@@ -345,6 +318,13 @@ def plan_context(
         warn_if_alone()
     ref = None if process_group is None else weakref.ref(process_group)
     causal = check_bool("causal", causal)
+    if mask is not None:
+        if not causal or window != (-1, -1):
+            raise ValueError(
+                f"causal={causal}, window_size={window} with a Mask, which decides both: leave "
+                "them out, and give them to Mask.documents"
+            )
+        return _cached_mask_plan(mask, rank, world, ref, layout, implicit)
     return _cached_plan(cu, rank, world, ref, layout, causal, window, 0, implicit)
 
 
@@ -395,3 +375,13 @@ def _cached_plan(
     else:
         shards = partition(lengths, world, layout, *window)
     return ContextPlan(lengths, shards, rank, group, layout, causal, window_size, implicit)
+
+
+@lru_cache(PLANS_KEPT)
+def _cached_mask_plan(
+    mask: Mask, rank: int, world: int, group: GroupRef | None, layout: str, implicit: bool
+) -> ContextPlan:
+    queries, keys = partition_mask(mask, world, layout)
+    lengths = np.array([mask.q_tokens], np.int64)
+    given = lengths, queries, rank, group, layout, False, (-1, -1), implicit
+    return ContextPlan(*given, mask=mask, key_shards=None if keys is queries else keys)

@@ -23,6 +23,7 @@ class DenseBatch(NamedTuple):
     tokens: int
     layout: str
     causal: bool
+    mask: None = None
 
 
 class GraphPlan:
@@ -44,6 +45,10 @@ class GraphPlan:
         return GraphPlan(self.origin, group, self.window_size)
 
     def with_window(self, window_size: tuple[int, int]) -> GraphPlan:
+        if self.mask is not None:
+            raise ValueError(
+                f"window_size={window_size} of a plan with {self.mask!r}: use plan.with_mask"
+            )
         return GraphPlan(self.origin, self.group, check_window(window_size))
 
     @property
@@ -74,4 +79,6 @@ class GraphPlan:
         plan = self.origin
         if plan.group is None and self.group is not None:
             plan = plan.bound_to(self.group)
-        return getattr(plan.with_window(self.window_size), name)
+        if plan.mask is None:
+            plan = plan.with_window(self.window_size)
+        return getattr(plan, name)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringfa3.planning.sharding import Ints, Segments
-from ringfa3.planning.tiling import Plan, band, concat_ranges, pair_sequences
+from ringfa3.planning.tiling import Band, Plan, band, concat_ranges, pair_sequences
 
 # Tokens of a rank up to which its backward splits the heads of its own keys. Measured: 2 H200 gain
 # 3% at 8k tokens and lose 5% at 16k; 2 H200 that rehearse 4 ranks gain 4% at 4k and 0 to 3% at 8k.
@@ -141,10 +141,52 @@ def first_heads(kv_heads: int, tokens: int) -> int:
     return -(-kv_heads // 3) if kv_heads > 1 and tokens <= MAX_SPLIT_TOKENS else 0
 
 
+class PlacedSegments(NamedTuple):
+    """Segments of all ranks, in the order of their tokens, and the rank that holds each.
+
+    The segments of one rank are in the order of their rows.
+    """
+
+    segments: Segments
+    owner: Ints
+
+    @classmethod
+    def of(cls, shards: list[Segments]) -> PlacedSegments:
+        """shards[o]: the segments of rank o."""
+        owner = np.repeat(np.arange(len(shards)), [len(s) for s in shards])
+        columns = [
+            np.concatenate([getattr(s, name) for s in shards])
+            for name in ("row", "length", "sequence", "position")
+        ]
+        order = np.lexsort((columns[3], columns[2]))
+        return cls(Segments(*(x[order] for x in columns)), owner[order])
+
+
 def plan_ring(
     shards: list[Segments], rank: int, left: int, right: int, grid: int = 1, alignment: int = 1
 ) -> tuple[Plan, KVExchange]:
     """Spans and exchange of `rank` where rank o holds shards[o] of self-attending documents.
+
+    grid, alignment: as in `plan_exchange`.
+    """
+    placed = PlacedSegments.of(shards)
+    everything = placed.segments
+    bands = band(everything, everything, *pair_sequences(everything, everything), 0, left, right)
+    return plan_exchange(placed, placed, bands, rank, len(shards), grid, alignment)
+
+
+def plan_exchange(
+    queries: PlacedSegments,
+    keys: PlacedSegments,
+    bands: Band,
+    rank: int,
+    world: int,
+    grid: int = 1,
+    alignment: int = 1,
+) -> tuple[Plan, KVExchange]:
+    """Spans and exchange of `rank`, from the bands of all ranks' segments.
+
+    bands: of pairs of `queries.segments` and `keys.segments`.
 
     grid: keys of a tile. Every segment is cut into tiles from its first key on, the last may be
     short. Ranks exchange whole tiles: the exchange's rows are tiles, and tile n of a block has key
@@ -152,20 +194,10 @@ def plan_ring(
 
     alignment: every run begins a multiple of so many keys after the first of its segment.
     """
-    world = len(shards)
-    owner = np.repeat(np.arange(world), [len(s) for s in shards])
-    columns = [
-        np.concatenate([getattr(s, name) for s in shards])
-        for name in ("row", "length", "sequence", "position")
-    ]
-    order = np.lexsort((columns[3], columns[2]))
-    owner = owner[order]
-    everything = Segments(*(x[order] for x in columns))
-    bands = band(everything, everything, *pair_sequences(everything, everything), 0, left, right)
-
-    hop = (owner[bands.query] - owner[bands.key]) % world
+    everything, owner = keys
+    hop = (queries.owner[bands.query] - owner[bands.key]) % world
     far = hop > 0
-    nq, nk = everything.length[bands.query], everything.length[bands.key]
+    nq, nk = queries.segments.length[bands.query], everything.length[bands.key]
     count = len(everything)
     first = everything.length.copy()  # other ranks attend to columns [first, end)
     end = np.zeros(count, np.int64)
@@ -179,10 +211,11 @@ def plan_ring(
     first_active = np.full(world, world, np.int64)
     np.minimum.at(first_active, owner[bands.key[far]], hop[far])
 
+    own_size = -(-everything.length // grid)
     rows = np.zeros((world, world + 1), np.int64)
     np.add.at(rows, (owner, reach), size)
     rows = np.cumsum(rows[:, ::-1], axis=1)[:, ::-1]
-    rows[:, 0] = [int((-(-s.length // grid)).sum()) for s in shards]
+    rows[:, 0] = np.bincount(owner, own_size, world)
 
     # runs in buffer order, and their first rows there
     (run,) = np.nonzero(reach)
@@ -191,7 +224,7 @@ def plan_ring(
     buffer_row[run] = _first_rows(size[run], owner[run])
     by_row = np.lexsort((everything.row, owner))
     own_row = np.zeros(count, np.int64)
-    own_row[by_row] = _first_rows(-(-everything.length[by_row] // grid), owner[by_row])
+    own_row[by_row] = _first_rows(own_size[by_row], owner[by_row])
     visible = np.zeros((world, world, 2), np.int64)
     visible[..., 0] = rows[:, 1:2]
     at = (owner[bands.key[far]], hop[far])
@@ -202,14 +235,13 @@ def plan_ring(
     published = concat_ranges(own_row[mine] + first[mine] // grid, size[mine])
 
     # this rank's key segments: its own, then hop by hop the runs within the visible rows
-    home = owner == rank
     arrives = (rank - owner) % world
     begins, ends = visible[owner, arrives].T
     inside = (begins <= buffer_row) & (buffer_row + size <= ends)
-    (local,) = np.nonzero(home)
+    (local,) = np.nonzero(owner == rank)
     (remote,) = np.nonzero((arrives > 0) & (reach >= arrives) & inside)
     remote = remote[np.lexsort((buffer_row[remote], arrives[remote]))]
-    keys = Segments(
+    own_keys = Segments(
         grid * np.concatenate((own_row[local], buffer_row[remote])),
         np.concatenate((everything.length[local], (end - first)[remote])),
         np.concatenate((everything.sequence[local], everything.sequence[remote])),
@@ -220,20 +252,16 @@ def plan_ring(
     key_index[local] = np.arange(len(local))
     key_index[remote] = len(local) + np.arange(len(remote))
 
-    queries = shards[rank]
-    query_index = np.zeros(count, np.int64)
-    query_index[local] = np.arange(len(local))
-    local_queries = home[bands.query]
-    own_bands = band(
-        queries,
-        keys,
-        query_index[bands.query[local_queries]],
-        key_index[bands.key[local_queries]],
-        0,
-        left,
-        right,
-    )  # not those of `bands`: a run may start after the first key of its segment
-    plan = Plan(queries, keys, key_hop, own_bands, world)
+    (mine,) = np.nonzero(queries.owner == rank)
+    own_queries = queries.segments.take(mine)
+    query_index = np.zeros(len(queries.owner), np.int64)
+    query_index[mine] = np.arange(len(mine))
+    kept = queries.owner[bands.query] == rank
+    query, key = query_index[bands.query[kept]], key_index[bands.key[kept]]
+    shift = np.where(owner == rank, 0, first)[bands.key[kept]]  # a run may start inside a segment
+    lo = np.maximum(bands.lo[kept] - shift, 1 - own_queries.length[query])
+    hi = np.minimum(bands.hi[kept] - shift, own_keys.length[key] - 1)
+    plan = Plan(own_queries, own_keys, key_hop, Band(query, key, lo, hi), world)
     return plan, KVExchange(rows, first_active, visible, published)
 
 

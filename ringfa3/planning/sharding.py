@@ -16,12 +16,16 @@ Cuts favour multiples of `CUT`, so that tiles stay full.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+# work(documents, p): pairs that are allowed for the first p rows of each of these documents
+Work: TypeAlias = Callable[[Ints, Ints], Ints]
 
 CUT = 128  # tokens of a row tile, at whose multiples cuts are favoured
 # Shares of a rank's mean work, tried in turn: documents with more work are cut; 0: all are.
@@ -50,6 +54,10 @@ class Segments:
     @property
     def tokens(self) -> int:
         return int(self.length.sum())
+
+    def take(self, index: Ints) -> Segments:
+        """Those with these numbers."""
+        return Segments(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
     def repeated(self, times: int) -> Segments:
         """Those of one sequence, for so many sequences of its length."""
@@ -95,13 +103,15 @@ def partition(
     if layout == "contiguous" or world == 1:
         rank, sequence, position, length = _contiguous(lengths, quota)
     else:
-        rank, sequence, position, length = _zigzag(lengths, quota, left, right)
-    return _by_rank(world, rank, sequence, position, length)
+
+        def work(document: Ints, p: Ints) -> Ints:
+            return pairs_before(p, lengths[document], left, right)
+
+        rank, sequence, position, length = zigzag(lengths, quota, work)
+    return by_rank(world, rank, sequence, position, length)
 
 
-def _by_rank(
-    world: int, rank: Ints, sequence: Ints, position: Ints, length: Ints
-) -> list[Segments]:
+def by_rank(world: int, rank: Ints, sequence: Ints, position: Ints, length: Ints) -> list[Segments]:
     """Chunks in any order as one `Segments` a rank; adjacent chunks of a document are joined."""
     keep = length > 0
     rank, sequence, position, length = (x[keep] for x in (rank, sequence, position, length))
@@ -135,16 +145,21 @@ def _contiguous(lengths: Ints, quota: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     return rank, sequence, start - document_start[sequence], length
 
 
-def _zigzag(lengths: Ints, quota: Ints, left: int, right: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """The first balanced placement of SHARES, else the best one."""
-    total = int(pairs_before(lengths, lengths, left, right).sum())
+def zigzag(
+    lengths: Ints, quota: Ints, work: Work, shares: tuple[float, ...] = SHARES
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """The first balanced placement of some shares, else the best one.
+
+    Returns (rank, document, position, length) of chunks, in any order.
+    """
+    total = int(work(np.arange(len(lengths)), lengths).sum())
     best, best_peak = None, np.inf
-    for share in SHARES:
-        placement = _Placement(lengths, quota, (left, right), share)
+    for share in shares:
+        placement = _Placement(lengths, quota, work, share)
         placement.level()
         rank, sequence, position, length = placement.chunks()
-        pairs = pairs_before(position + length, lengths[sequence], left, right)
-        pairs -= pairs_before(position, lengths[sequence], left, right)
+        pairs = work(sequence, position + length)
+        pairs -= work(sequence, position)
         peak = np.bincount(rank, pairs, len(quota)).max(initial=0)
         if peak < best_peak:
             best, best_peak = (rank, sequence, position, length), peak
@@ -163,9 +178,9 @@ class _Placement:
             tokens to a second rank, to make token counts equal
     """
 
-    def __init__(self, lengths: Ints, quota: Ints, window: tuple[int, int], share: float) -> None:
-        self.lengths, self.quota, self.window = lengths, quota, window
-        self.work = pairs_before(lengths, lengths, *window)
+    def __init__(self, lengths: Ints, quota: Ints, work: Work, share: float) -> None:
+        self.lengths, self.quota, self._work_of = lengths, quota, work
+        self.work = work(np.arange(len(lengths)), lengths)
         self.whole = np.full(len(lengths), -1, np.int64)
         self.cut: dict[int, dict[int, int]] = {}
         self.sliced: dict[int, tuple[int, int, bool]] = {}
@@ -185,7 +200,7 @@ class _Placement:
         load, tokens = self.load, self.tokens
         relative = self.work / mean_work
         parts = self._parts(relative, share)
-        shares = _even_shares(self.lengths, parts, self.window)
+        shares = _even_shares(self.lengths, parts, self._work_of)
         for d in np.argsort(-self.work, kind="stable").tolist():
             length, n = int(self.lengths[d]), int(parts[d])
             if length == 0:
@@ -259,13 +274,14 @@ class _Placement:
 
         The first x of L tokens hold about (x/L)^2 of a document's work, the last x 1 - (1-x/L)^2.
         """
-        wanted = (self.load[a] - self.load[b]) / 2 * float(self.work.sum()) / len(self.quota)
+        total = float(self.work.sum())
+        wanted = (self.load[a] - self.load[b]) / 2 * total / len(self.quota)
         fraction = tokens / self.lengths[candidates]
         first = self.work[candidates] * fraction**2
         last = self.work[candidates] - self.work[candidates] * (1 - fraction) ** 2
         miss = np.abs(np.stack((first, last)) - wanted)
         at_end, i = divmod(int(np.argmin(miss)), len(candidates))
-        moved = float((last if at_end else first)[i]) * len(self.quota) / float(self.work.sum())
+        moved = float((last if at_end else first)[i]) * len(self.quota) / max(total, 1.0)
         self.load[a] -= moved
         self.load[b] += moved
         self.sliced[int(candidates[i])] = (b, tokens, bool(at_end))
@@ -311,7 +327,7 @@ def _head(tokens: Ints) -> Ints:
 
 
 def _even_shares(
-    lengths: Ints, parts: Ints, window: tuple[int, int]
+    lengths: Ints, parts: Ints, work_of: Work
 ) -> dict[int, tuple[list[int], list[int]]]:
     """For every document of several parts: the tokens and the work of each, in zigzag order."""
     (cut,) = np.nonzero(parts > 1)
@@ -326,9 +342,9 @@ def _even_shares(
     start = before - before[first]
     behind = np.cumsum(tokens - head)
     end = length - (behind - (behind - (tokens - head))[first]) + (tokens - head)
-    work = pairs_before(start + head, length, *window) - pairs_before(start, length, *window)
-    work += pairs_before(end, length, *window)
-    work -= pairs_before(end - (tokens - head), length, *window)
+    work = work_of(document, start + head) - work_of(document, start)
+    work += work_of(document, end)
+    work -= work_of(document, end - (tokens - head))
     bounds = zip(cut.tolist(), (np.cumsum(n) - n).tolist(), np.cumsum(n).tolist(), strict=True)
     held, pairs = tokens.tolist(), work.tolist()
     return {d: (held[a:b], pairs[a:b]) for d, a, b in bounds}

@@ -330,19 +330,19 @@ class Plan:
         tiles["first_span"] = np.where(count[fetched] > 0, first[fetched] - offset[hop[fetched]], 0)
         earlier = np.zeros(0, np.int32)
         if deterministic:
-            earlier = _earlier(self.key_hop[b.key], b.query, offset)
+            earlier = _earlier(self.key_hop[b.key], b.query, b.key, offset)
         return [
             Tiling(tile_n, tiles[t], spans[s], earlier[s])
             for t, s in zip(_hop_slices(hop[fetched], hops), span_slices, strict=True)
         ]
 
 
-def _earlier(hop: Ints, query: Ints, offset: Ints) -> npt.NDArray[np.int32]:
-    """`Tiling.earlier`: per span the next one of the same hop and query segment, or -1.
-
-    offset: (hops,) first span of each hop; the result counts from it.
+def _earlier(hop: Ints, query: Ints, key: Ints, offset: Ints) -> npt.NDArray[np.int32]:
+    """`Tiling.earlier`: per span the next one of the same hop and query segment, or -1. A tile adds
+    bands of one pair of segments in their own order. offset: (hops,) first span of each hop.
     """
-    order = np.lexsort((np.arange(len(hop)), query, hop))
+    at = np.arange(len(hop))
+    order = np.lexsort((-at, key, query, hop))
     following = np.full(len(hop), -1, np.int64)
     same = (hop[order][1:] == hop[order][:-1]) & (query[order][1:] == query[order][:-1])
     following[order[:-1][same]] = order[1:][same] - offset[hop[order[:-1][same]]]

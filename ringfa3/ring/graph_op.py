@@ -87,7 +87,7 @@ def _plan(
     process_group = _resolve_process_group(group) if group else None  # type: ignore[arg-type]
     if plan:
         context = bind_to_group(ContextPlan.from_handle(plan), process_group)
-        return context.with_window((left, right))
+        return context if context.mask is not None else context.with_window((left, right))
     return dense_plan(batch, tokens, process_group, layout, causal, (left, right))
 
 

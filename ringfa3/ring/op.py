@@ -71,8 +71,9 @@ def ring_attn_func(
     """Exact attention over documents that are spread over a context-parallel (CP) group.
 
     Args:
-        q: (t, h, d); k: (t, h_kv, d); v: (t, h_kv, d_v), d_v as in `flash_attn_func`: the rank's
-            tokens, t = plan.local_tokens. Ranks exchange V with d columns, those beyond d_v zeros.
+        q: (t, h, d); k: (t_k, h_kv, d); v: (t_k, h_kv, d_v), d_v as in `flash_attn_func`: the
+            rank's tokens, t = plan.local_tokens and t_k = plan.local_keys, which differs in
+            cross-attention only. Ranks exchange V with d columns, those beyond d_v zeros.
         plan: from `plan_context`. Made from (rank, world), it runs in the default group.
         softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
         deterministic: as in `flash_attn_func`, the same on all ranks.

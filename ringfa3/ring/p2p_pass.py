@@ -88,13 +88,13 @@ class GradBuffers:
     The partial of hop t is in the first rows of `_buffers[t % 2]`; after it are the rows of this
     rank's own partial that return after hop t - 1.
 
-    dkv   (local_tokens, 2, hk, d): of this rank's own keys
+    dkv   (local_keys, 2, hk, d): of this rank's own keys
     """
 
     def __init__(self, k: torch.Tensor, plan: ContextPlan) -> None:
         self.plan = plan
         shape, dtype = (2, *k.shape[1:]), accum_dtype(k.dtype)
-        self.dkv = k.new_empty((plan.local_tokens, *shape), dtype=dtype)
+        self.dkv = k.new_empty((plan.local_keys, *shape), dtype=dtype)
         sizes = [0, 0]
         for t in range(1, plan.world + 1):
             sizes[t % 2] = max(sizes[t % 2], self._held(t) + self._returned(t - 1))

@@ -267,9 +267,14 @@ def _validate(
     precision: str,
 ) -> None:
     check_qkv(q, k, v, dims=3)
-    check_local_tokens(q, k, plan.local_tokens, plan.total_tokens)
+    check_local_tokens(q, k, plan.local_tokens, plan.local_keys, plan.total_tokens)
     check_transport(transport, q.device)
     check_ring_precision(precision, q, v, plan.world, transport)
+    if plan.mask is not None and precision != "native":
+        raise ValueError(
+            f"precision={precision!r} with {plan.mask!r}: 8 bits take documents and windows only: "
+            "use precision='native', or plan_context(cu_seqlens)"
+        )
 
 
 def _build_kernels(q: torch.Tensor, plan: ContextPlan, direction: str, precision: str) -> None:
@@ -297,7 +302,9 @@ def _settings(
     return Settings(
         {
             "plan.layout": plan.layout,
-            "plan.window": f"(left, right) = {plan.effective_window}",
+            "plan.window": f"(left, right) = {plan.effective_window}"
+            if plan.mask is None
+            else repr(plan.mask),
             "plan.cu_seqlens": f"{len(plan.lengths)} documents, {plan.total_tokens} tokens, "
             f"digest {plan.digest}",
             "q": f"{q.shape[1]} heads, head_dim {q.shape[2]}, {q.dtype} on {q.device.type}",

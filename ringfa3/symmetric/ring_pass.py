@@ -243,7 +243,7 @@ class SymmetricRingPass:
         if recorder is not None:
             for step in (*steps.start, *steps.run):
                 recorder.uses(step.tensors)
-        self._dkv_shape = (plan.local_tokens, *spec.row)
+        self._dkv_shape = (plan.local_keys, *spec.row)
         self._dkv_dtype = spec.dtypes.get(Buffer.DKV_OUT)
         self._issue(steps.start)
         self._rest = steps.run

@@ -22,11 +22,13 @@ from ringfa3.build.compile import source_folder
 from ringfa3.planning.tiling import Table
 from ringfa3.planning.work_split import split_work, visited_blocks
 from tests.planning.test_tiling import rectangles
+from tests.support.masks import MaskCase, mask_cases
 from tests.support.strategies import Case, cases, tiles
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 MOST = 1 << 16  # records that a call may return
+any_case = st.one_of(cases, mask_cases)  # documents with a window, and masks
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def records(call: Callable[..., int], width: int, *arguments: object) -> list[li
 
 
 @given(
-    case=cases,
+    case=any_case,
     m=tiles,
     n=tiles,
     group=st.sampled_from([1, 2, 6]),
@@ -61,7 +63,13 @@ def records(call: Callable[..., int], width: int, *arguments: object) -> list[li
     deterministic=st.booleans(),
 )
 def test_a_work_unit_iterates_over_the_blocks_that_python_counts(
-    device: ctypes.CDLL, case: Case, m: int, n: int, group: int, num_ctas: int, deterministic: bool
+    device: ctypes.CDLL,
+    case: Case | MaskCase,
+    m: int,
+    n: int,
+    group: int,
+    num_ctas: int,
+    deterministic: bool,
 ) -> None:
     """Reference: blocks of the mask with a pair, in the order of a tile's spans, exactly. The units
     of a tile and head have each block once, and without its bound the iteration finds no more.
@@ -93,8 +101,10 @@ def test_a_work_unit_iterates_over_the_blocks_that_python_counts(
                 assert all(found[key] == expected for key in heads)
 
 
-@given(case=cases, m=tiles, n=tiles)
-def test_turns_are_those_of_the_tiling(device: ctypes.CDLL, case: Case, m: int, n: int) -> None:
+@given(case=any_case, m=tiles, n=tiles)
+def test_turns_are_those_of_the_tiling(
+    device: ctypes.CDLL, case: Case | MaskCase, m: int, n: int
+) -> None:
     """Reference: `Tiling.dq_order`, exactly, for every key tile and dQ block that it adds to."""
     for plan in case.plans():
         for tiling in plan.hops.backward(n, m, deterministic=True):
@@ -112,9 +122,9 @@ def test_turns_are_those_of_the_tiling(device: ctypes.CDLL, case: Case, m: int, 
                     assert found == tiling.dq_order(span, key_tile, block, m)
 
 
-@given(case=cases, m=tiles, n=tiles, on_grid=st.booleans())
+@given(case=any_case, m=tiles, n=tiles, on_grid=st.booleans())
 def test_a_forward_tile_sees_each_pair_once(
-    device: ctypes.CDLL, case: Case, m: int, n: int, on_grid: bool
+    device: ctypes.CDLL, case: Case | MaskCase, m: int, n: int, on_grid: bool
 ) -> None:
     """Reference: the mask, exactly, from the blocks' columns and `apply_mask`'s bounds per row. A
     block without a mask hides nothing; the rows of V that it owns end with the span. On the grid a

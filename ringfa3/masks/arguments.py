@@ -1,0 +1,92 @@
+"""Arguments of masks as arrays: each function checks what it converts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringfa3.masks.spans import Ints
+from ringfa3.validation import cumulative_bytes, sequence_lengths, shown, whole_numbers
+
+MAX_TOKENS = 1 << 31
+
+
+def token_counts(q_tokens: object, k_tokens: object) -> tuple[int, int]:
+    """Two numbers of tokens. Raises ValueError, TypeError: one is none, or too large."""
+    q, k = whole_numbers("q_tokens, k_tokens", (q_tokens, k_tokens))  # type: ignore[arg-type]
+    if not (0 <= q < MAX_TOKENS and 0 <= k < MAX_TOKENS):
+        raise ValueError(f"q_tokens, k_tokens = {q}, {k}: allowed are 0 to 2^31 - 1")
+    return q, k
+
+
+def document_lengths(name: str, cu: Any) -> Ints:
+    found = np.frombuffer(cumulative_bytes(name, cu), np.int64).tolist()
+    return np.array(sequence_lengths(name, found), np.int64)
+
+
+def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> Ints:
+    """An int64 copy. Raises TypeError: values are no whole numbers; ValueError: another shape."""
+    array = np.array(values if hasattr(values, "__len__") else list(values))  # type: ignore[arg-type]
+    if array.size == 0:
+        return np.zeros([0 if n < 0 else n for n in shape], np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}={shown(values)}: give whole numbers, finite ones")
+    if array.ndim != len(shape) or any(
+        n not in (m, -1) for m, n in zip(array.shape, shape, strict=True)
+    ):
+        raise ValueError(f"{name} has shape {array.shape}: give {shape}, -1 is any length")
+    return array.astype(np.int64)
+
+
+def checked_spans(spans: Ints, q_tokens: int, k_tokens: int) -> Ints:
+    """Spans with local bands. Raises ValueError: one has bounds that are not allowed."""
+    q0, q1, k0, k1, lo, hi = spans.T
+    good = (q0 >= 0) & (q0 <= q1) & (q1 <= q_tokens) & (k0 >= 0) & (k0 <= k1) & (k1 <= k_tokens)
+    good &= (lo <= hi) & (np.abs(lo) <= MAX_TOKENS) & (np.abs(hi) <= MAX_TOKENS)
+    if not good.all():
+        at = int(np.argmin(good))
+        raise ValueError(
+            f"spans[{at}] = (q0, q1, k0, k1, lo, hi) = {tuple(spans[at].tolist())}: needs "
+            f"0 <= q0 <= q1 <= {q_tokens}, 0 <= k0 <= k1 <= {k_tokens}, lo <= hi, both within 2^31"
+        )
+    return spans
+
+
+def checked_positions(name: str, values: Any, tokens: int) -> Ints | None:
+    if values is None:
+        return None
+    found = integers(name, values, (-1,))
+    if len(found) != tokens or (tokens and found.min() < 0):
+        raise ValueError(
+            f"{name} has {len(found)} values from {found.min() if len(found) else 0} on: give "
+            f"{tokens}, at least 0"
+        )
+    return found
+
+
+def read_only(positions: Ints | None, tokens: int) -> Ints:
+    found = np.arange(tokens) if positions is None else positions
+    found.setflags(write=False)
+    return found
+
+
+def checked_runs(begins: npt.ArrayLike, ends: npt.ArrayLike, tokens: int) -> tuple[Ints, Ints]:
+    """Runs [begin, end) in their order. Raises ValueError: they overlap or leave the tokens."""
+    begin, end = integers("begins", begins, (-1,)), integers("ends", ends, (-1,))
+    if len(begin) != len(end):
+        raise ValueError(f"begins has {len(begin)} runs, ends has {len(end)}")
+    order = np.lexsort((end, begin))
+    begin, end = begin[order], end[order]
+    bounds = np.stack((begin, end), 1).ravel()
+    if len(bounds) and (bounds[0] < 0 or bounds[-1] > tokens):
+        raise ValueError(
+            f"begins and ends go from {bounds[0]} to {bounds[-1]}: the mask has tokens 0 to "
+            f"{tokens}"
+        )
+    if (np.diff(bounds) < 0).any():
+        at = int(np.argmax(np.diff(bounds) < 0)) // 2
+        runs = [(int(a), int(b)) for a, b in zip(begin[at : at + 2], end[at : at + 2], strict=True)]
+        raise ValueError(f"runs [begin, end) = {runs} overlap, or end before they begin")
+    return begin, end

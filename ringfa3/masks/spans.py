@@ -1,0 +1,221 @@
+"""The algebra of spans, whose results are spans again.
+
+A table of spans is (n, 6) int64: q0, q1, k0, k1, lo, hi. Row r of [q0, q1) attends to column c of
+[k0, k1) iff lo <= c - r <= hi. So bands here are diagonals of the whole score matrix, which do not
+shift when a rectangle shrinks; `local_bands` gives those of `planning.tiling`.
+
+The intersection of two spans is one span. Their difference is at most four rectangles with a band,
+around the other rectangle, and two bands inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+MAX_PAIRS = 1 << 20  # candidates that one step of a search holds in memory
+
+
+def empty() -> Ints:
+    return np.zeros((0, 6), np.int64)
+
+
+def local_bands(spans: Ints) -> Ints:
+    """The same spans with the bands of `planning.tiling`: lo <= (c - k0) - (r - q0) <= hi."""
+    shifted: Ints = spans.copy()
+    shifted[:, 4:] += (spans[:, 0] - spans[:, 2])[:, None]
+    return shifted
+
+
+def global_bands(spans: Ints) -> Ints:
+    """The inverse of `local_bands`."""
+    shifted: Ints = spans.copy()
+    shifted[:, 4:] -= (spans[:, 0] - spans[:, 2])[:, None]
+    return shifted
+
+
+def has_pairs(spans: Ints) -> Bools:
+    """(n,) whether a row of each span attends to a column."""
+    q0, q1, k0, k1, lo, hi = spans.T
+    some: Bools = (q0 < q1) & (k0 < k1) & (lo <= hi) & (hi > k0 - q1) & (lo < k1 - q0)
+    return some
+
+
+def tight(spans: Ints) -> Ints:
+    """Those with pairs, their bands cut to the diagonals that their rectangles have."""
+    kept = spans[has_pairs(spans)]
+    np.maximum(kept[:, 4], kept[:, 2] - kept[:, 1] + 1, out=kept[:, 4])
+    np.minimum(kept[:, 5], kept[:, 3] - kept[:, 0] - 1, out=kept[:, 5])
+    return kept
+
+
+def pairs(spans: Ints) -> Ints:
+    """(n,) pairs of a row and a column that each span allows."""
+    q0, q1, k0, k1, lo, hi = local_bands(spans).T
+    count: Ints = _below(q1 - q0, k1 - k0, hi) - _below(q1 - q0, k1 - k0, lo - 1)
+    return count
+
+
+def _below(rows: Ints, columns: Ints, diagonal: Ints) -> Ints:
+    """Cells (r, c) of each rectangle with c - r <= diagonal: the sum of clip(r + diagonal + 1)."""
+
+    def ramp(n: Ints) -> Ints:  # the sum of min(t, columns) for t of [1, n]
+        inside = np.clip(n, 0, columns)
+        total: Ints = inside * (inside + 1) // 2 + np.maximum(n - columns, 0) * columns
+        return total
+
+    cells: Ints = ramp(rows + diagonal) - ramp(diagonal)
+    return cells
+
+
+def pairs_by_row(spans: Ints, rows: int) -> Ints:
+    """(rows,) columns to which each row attends."""
+    q0, q1, k0, k1, lo, hi = local_bands(spans).T
+    nq, nk = q1 - q0, k1 - k0
+    steps, slopes = [], []  # (row, change): of the count, and of its growth from row to row
+    for sign, offset in ((1, hi + 1), (-1, lo)):  # clip(r + offset, 0, nk) grows by 1 in [a, b)
+        a = np.minimum(np.maximum(-offset, 0), nq - 1)
+        b = np.clip(nk - offset, a, nq - 1)
+        steps += [
+            (q0, sign * np.clip(offset, 0, nk)),
+            (q1, -sign * np.clip(nq - 1 + offset, 0, nk)),
+        ]
+        slopes += [(q0 + 1 + a, 0 * a + sign), (q0 + 1 + b, 0 * b - sign)]
+
+    def by_row(events: list[tuple[Ints, Ints]]) -> npt.NDArray[Any]:  # float64, exact below 2^53
+        at, change = (np.concatenate(column) for column in zip(*events, strict=True))
+        return np.bincount(at, change, rows + 1)
+
+    counts: Ints = np.cumsum(by_row(steps) + np.cumsum(by_row(slopes)))[:rows].astype(np.int64)
+    return counts
+
+
+def cell(span: Ints) -> tuple[int, int]:
+    """(row, column) of the first pair of a span (6,), which has one."""
+    q0, _, k0, _, lo, hi = span.tolist()
+    row = max(q0, k0 - hi)
+    return row, max(k0, row + lo)
+
+
+def meet(a: Ints, b: Ints) -> Ints:
+    """The intersections of spans, row by row; some may have no pairs."""
+    both = np.maximum(a, b)
+    both[:, 1::2] = np.minimum(a, b)[:, 1::2]
+    return both
+
+
+def first_overlap(spans: Ints) -> tuple[int, int] | None:
+    """Indices of two spans that share a pair, or None if each pair is in one span at most."""
+    best = min((0, 2), key=lambda axis: _count_starts(spans, axis))
+    order = np.argsort(spans[:, best], kind="stable")
+    begin, end = spans[order, best], spans[order, best + 1]
+    count = np.searchsorted(begin, end) - np.arange(1, len(order) + 1)
+    for i, j in _ranges(np.arange(1, len(order) + 1), count):
+        shared = has_pairs(meet(spans[order[i]], spans[order[j]]))
+        if shared.any():
+            at = int(np.argmax(shared))
+            return int(order[i[at]]), int(order[j[at]])
+    return None
+
+
+def _count_starts(spans: Ints, axis: int) -> int:
+    """Pairs of spans whose second one starts in the first one along an axis: 0 rows, 2 columns."""
+    begin = np.sort(spans[:, axis])
+    return int(np.searchsorted(begin, np.sort(spans[:, axis + 1])).sum())
+
+
+def _ranges(begin: Ints, count: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """(i, j) for all j of [begin[i], begin[i] + count[i]), at most about `MAX_PAIRS` at once."""
+    last = np.cumsum(count)
+    at = 0
+    while at < len(count):
+        done = int(last[at] - count[at])
+        stop = max(at + 1, int(np.searchsorted(last, done + MAX_PAIRS, side="right")))
+        here = count[at:stop]
+        i = np.repeat(np.arange(at, stop), here)
+        yield i, np.arange(len(i)) + np.repeat(begin[at:stop] - (np.cumsum(here) - here), here)
+        at = stop
+
+
+def _meeting(a: Ints, b: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Indices of spans of a and of b that share a pair."""
+
+    def starts(x: Ints, y: Ints, axis: int, side: str) -> tuple[Ints, Ints, Ints]:
+        """Per span of x: the spans of y, in an order, that start in it along an axis."""
+        order = np.argsort(y[:, axis], kind="stable")
+        begin = y[order, axis]
+        first = np.searchsorted(begin, x[:, axis], side)  # type: ignore[call-overload]
+        return order, first, np.maximum(np.searchsorted(begin, x[:, axis + 1]) - first, 0)
+
+    searches = {axis: (starts(a, b, axis, "left"), starts(b, a, axis, "right")) for axis in (0, 2)}
+    axis = min(searches, key=lambda x: sum(int(count.sum()) for *_, count in searches[x]))
+    (of_b, *b_range), (of_a, *a_range) = searches[axis]
+    for i, j in _ranges(*b_range):
+        shared = has_pairs(meet(a[i], b[of_b[j]]))
+        yield i[shared], of_b[j[shared]]
+    for j, i in _ranges(*a_range):
+        shared = has_pairs(meet(a[of_a[i]], b[j]))
+        yield of_a[i[shared]], j[shared]
+
+
+def meeting(a: Ints, b: Ints) -> tuple[Ints, Ints]:
+    """(i, j): all pairs of a span of a and one of b that share a pair, by j, then i."""
+    found = list(_meeting(a, b))
+    i, j = (np.concatenate([pair[n] for pair in found] or [np.zeros(0, np.int64)]) for n in (0, 1))
+    order = np.lexsort((i, j))
+    return i[order], j[order]
+
+
+def intersect(a: Ints, b: Ints) -> Ints:
+    """What is in a span of a and in a span of b."""
+    i, j = meeting(a, b)
+    return tight(meet(a[i], b[j]))
+
+
+def subtract(b: Ints, a: Ints) -> Ints:
+    """What is in a span of b and in none of a."""
+    i, j = meeting(a, b)
+    kept = np.ones(len(b), bool)
+    kept[j] = False
+    result = [b[kept]]
+    # The n-th span of a that meets a span of b is subtracted in the n-th round, from all its parts.
+    count = np.bincount(j, minlength=len(b))
+    first = np.cumsum(count) - count
+    (origin,) = np.nonzero(count)
+    parts, turn = b[origin], 0
+    while len(parts):
+        parts, kept_from = _subtract_one(parts, a[i[first[origin] + turn]])
+        origin, turn = origin[kept_from], turn + 1
+        done = count[origin] <= turn
+        result.append(parts[done])
+        parts, origin = parts[~done], origin[~done]
+    return np.concatenate(result)
+
+
+def _subtract_one(b: Ints, a: Ints) -> tuple[Ints, Ints]:
+    """(parts, index): the parts of each b[index] that are not in a[index], with pairs."""
+    q0, q1, k0, k1, lo, hi = range(6)
+    inside = np.stack([np.clip(a[:, x], b[:, x - x % 2], b[:, x - x % 2 + 1]) for x in range(4)], 1)
+    pieces = np.repeat(b[None], 6, axis=0)
+    above, under, left, right, below_band, above_band = pieces
+    above[:, q1] = inside[:, q0]
+    under[:, q0] = inside[:, q1]
+    for piece in (left, right, below_band, above_band):
+        piece[:, (q0, q1)] = inside[:, (q0, q1)]
+    left[:, k1] = inside[:, k0]
+    right[:, k0] = inside[:, k1]
+    for piece in (below_band, above_band):
+        piece[:, (k0, k1)] = inside[:, (k0, k1)]
+    below_band[:, hi] = np.minimum(b[:, hi], a[:, lo] - 1)
+    above_band[:, lo] = np.maximum(b[:, lo], a[:, hi] + 1)
+    apart = ~has_pairs(meet(a, b))  # stays whole
+    above[apart], pieces[1:, apart] = b[apart], 0
+    flat = pieces.reshape(-1, 6)
+    kept = has_pairs(flat)
+    return tight(flat[kept]), np.tile(np.arange(len(b)), 6)[kept]

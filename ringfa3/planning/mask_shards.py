@@ -1,0 +1,174 @@
+"""Shards of a mask's tokens: work, which is pairs of a query, and tokens are balanced.
+
+A *component* is a run of queries that no span leaves: a document, a tree. Components take the part
+of documents in `sharding`: whole if they are small, else cut into chunks of which each owner gets a
+sparse and a dense one. For that a component's tokens are ordered by their density, in runs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ringfa3.masks.mask import Mask
+from ringfa3.planning.sharding import (
+    BALANCED,
+    CUT,
+    SHARES,
+    Ints,
+    Segments,
+    by_rank,
+    partition,
+    zigzag,
+)
+from ringfa3.planning.tiling import concat_ranges
+
+RUNS = 8  # a component, which may be cut for each rank, has so many runs of one density a rank
+# Parts into which large components are cut, tried in turn: density that does not grow evenly along
+# a component needs several. One part is the zigzag of a document.
+PARTS = (1, 2, 4, 8)
+# Accepted maximum of a rank's work, over the mean, in one part: more parts send more K/V.
+ACCEPTED = 1.02
+LARGE = 0.25  # share of a rank's mean work from which a component is cut into parts
+
+
+def partition_mask(mask: Mask, world: int, layout: str) -> tuple[list[Segments], list[Segments]]:
+    """The segments of every rank: of queries, and of keys, the same ones in self-attention.
+
+    All have one sequence. Keys of cross-attention stay in order, the same number on every rank.
+    """
+    total = np.array([mask.q_tokens], np.int64)
+    if layout == "contiguous" or world == 1:
+        queries = partition(total, world, "contiguous")
+    else:
+        queries = _balanced(mask, world)
+    if not mask.cross:
+        return queries, queries
+    return queries, partition(np.array([mask.k_tokens], np.int64), world, "contiguous")
+
+
+def one_sequence(lengths: Ints, shards: list[Segments]) -> list[Segments]:
+    """The shards of documents as those of all their tokens, one sequence."""
+    start = np.cumsum(lengths) - lengths
+    return [
+        Segments(s.row, s.length, np.zeros_like(s.row), start[s.sequence] + s.position)
+        for s in shards
+    ]
+
+
+def check_mask_tokens(mask: Mask, q_tokens: int, k_tokens: int) -> None:
+    """Raises TypeError, ValueError: it is no Mask of so many queries and keys."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be a ringfa3.Mask, got {type(mask).__name__}")
+    if (mask.q_tokens, mask.k_tokens) != (q_tokens, k_tokens):
+        raise ValueError(
+            f"mask has {mask.q_tokens} queries and {mask.k_tokens} keys, the plan has {q_tokens} "
+            f"and {k_tokens}: make it for the same tokens"
+        )
+
+
+class _Ordered:
+    """The tokens of a mask, those of each component in the order of their density.
+
+    begin  first token of each component, which is also the first of its ordered tokens
+    """
+
+    def __init__(self, mask: Mask, world: int) -> None:
+        self.begin = _components(mask)
+        before = np.concatenate(([0], np.cumsum(mask.pairs_by_row)))
+        runs, size = _runs(mask, self.begin, world)
+        pairs = before[runs + size] - before[runs]
+        component = np.searchsorted(self.begin, runs, side="right") - 1
+        order = np.lexsort((pairs / size, component))
+        self._run, self._size = runs[order], size[order]
+        self._at = np.cumsum(self._size) - self._size  # where a run lies among the ordered tokens
+        self._pairs = np.cumsum(pairs[order]) - pairs[order]
+        self._before = before
+
+    def pairs_before(self, token: Ints) -> Ints:
+        """Pairs of the first `token` ordered tokens."""
+        run = np.searchsorted(self._at, token, side="right") - 1
+        begin = self._run[run]
+        inside: Ints = self._before[begin + token - self._at[run]] - self._before[begin]
+        count: Ints = self._pairs[run] + inside
+        return count
+
+    def tokens(self, begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+        """(chunk, first token, number): what the ordered tokens [begin, end) of chunks are."""
+        first = np.searchsorted(self._at, begin, side="right") - 1
+        count = np.searchsorted(self._at, end) - first
+        chunk, run = np.repeat(np.arange(len(begin)), count), concat_ranges(first, count)
+        low = np.maximum(begin[chunk], self._at[run])
+        high = np.minimum(end[chunk], self._at[run] + self._size[run])
+        return chunk, self._run[run] + low - self._at[run], high - low
+
+
+def _balanced(mask: Mask, world: int) -> list[Segments]:
+    total = mask.q_tokens
+    quota = total // world + (np.arange(world) < total % world)
+    ordered = _Ordered(mask, world)
+    lengths = _sizes(ordered.begin, total)
+    large = _pairs(ordered, ordered.begin, lengths) > LARGE * mask.pairs / world
+    best, best_peak = None, np.inf
+    for parts in PARTS:
+        begin = _cut(ordered.begin, lengths, np.where(large, parts, 1))
+
+        def work(document: Ints, p: Ints, begin: Ints = begin) -> Ints:
+            return _pairs(ordered, begin[document], p)
+
+        # A share under which all ranks own a part of each part.
+        shares = SHARES[1:2] if parts > 1 or len(begin) == 1 else SHARES
+        chunks = zigzag(_sizes(begin, total), quota, work, shares)
+        rank, document, position, length = (x[chunks[3] > 0] for x in chunks)
+        first = begin[document] + position
+        peak = np.bincount(rank, _pairs(ordered, first, length), world).max(initial=0)
+        if peak < best_peak:
+            best, best_peak = (rank, first, first + length), peak
+        accepted = ACCEPTED if parts == 1 else BALANCED
+        if best_peak * world <= accepted * max(mask.pairs, 1):
+            break
+    assert best is not None
+    chunk, token, count = ordered.tokens(*best[1:])
+    return by_rank(world, best[0][chunk], np.zeros_like(token), token, count)
+
+
+def _pairs(ordered: _Ordered, begin: Ints, count: Ints) -> Ints:
+    """Pairs of ordered tokens [begin, begin + count)."""
+    return ordered.pairs_before(begin + count) - ordered.pairs_before(begin)
+
+
+def _components(mask: Mask) -> Ints:
+    """The first token of each component, ascending. Tokens outside of all spans join it."""
+    q0, q1, k0, k1, *_ = mask.diagonal_spans.T
+    begin, end = (q0, q1) if mask.cross else (np.minimum(q0, k0), np.maximum(q1, k1))
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], np.maximum.accumulate(end[order])
+    starts = np.ones(len(begin), bool)
+    starts[1:] = begin[1:] >= end[:-1]
+    first = np.zeros(1 if mask.q_tokens else 0, np.int64)
+    return np.unique(np.concatenate((first, begin[starts])))
+
+
+def _runs(mask: Mask, begin: Ints, world: int) -> tuple[Ints, Ints]:
+    """(first token, tokens) of each run: between spans' ends, and parts of large components."""
+    total = mask.q_tokens
+    edges: Ints = np.unique(np.concatenate((begin, mask.diagonal_spans[:, :2].ravel())))
+    edges = edges[edges < total]
+    parts: Ints = np.maximum(_sizes(begin, total) // (RUNS * world * CUT), 1) * CUT
+    step = parts[np.searchsorted(begin, edges, side="right") - 1]
+    size = _sizes(edges, total)
+    count = -(-size // step)
+    run = np.repeat(edges, count) + np.repeat(step, count) * concat_ranges(0 * count, count)
+    return run.astype(np.int64), _sizes(run, total)
+
+
+def _cut(begin: Ints, lengths: Ints, parts: Ints) -> Ints:
+    """Runs of tokens cut into so many parts, at multiples of CUT tokens: the first of each part."""
+    size: Ints = np.maximum(-(-lengths // (parts * CUT)), 1) * CUT
+    count = np.where(parts > 1, -(-lengths // size), 1)
+    first: Ints = np.repeat(begin, count) + np.repeat(size, count) * concat_ranges(0 * count, count)
+    return first
+
+
+def _sizes(begin: Ints, total: int) -> Ints:
+    """Lengths of adjacent runs of `total` tokens."""
+    return np.concatenate((begin[1:], [total])) - begin if len(begin) else begin

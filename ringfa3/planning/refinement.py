@@ -1,0 +1,80 @@
+"""Refinement: segments cut where spans of a mask begin and end, and their bands.
+
+So a band covers whole segments of queries and of keys, as tilings need it: they clip a band to its
+diagonals, not to a part of its rows. Bands of one pair of segments that touch become one.
+
+Two bands of one pair that stay apart need keys of one backward tile. Else a deterministic tile
+would wait for a later band of a tile that is fetched after it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ringfa3.masks.mask import Mask
+from ringfa3.planning.kv_exchange import KVExchange, PlacedSegments, plan_exchange
+from ringfa3.planning.sharding import Ints, Segments
+from ringfa3.planning.tiling import Band, Plan, concat_ranges
+
+LEAST_KEY_TILE = 64  # keys of the smallest backward tile of any kernel
+
+
+def plan_mask(
+    mask: Mask, queries: list[Segments], keys: list[Segments], rank: int
+) -> tuple[Plan, KVExchange]:
+    """Spans and exchange of `rank`, where rank o holds queries[o] and keys[o].
+
+    The segments have one sequence, all queries or all keys.
+    """
+    spans = mask.diagonal_spans
+    q = _cut(PlacedSegments.of(queries), spans[:, :2].ravel())
+    k = _cut(PlacedSegments.of(keys), spans[:, 2:4].ravel())
+    bands = _bands(spans, q.segments, k.segments)
+    apart = (np.diff(bands.query) == 0) & (np.diff(bands.key) == 0)
+    if apart.any():
+        shared = np.unique(bands.key[:-1][apart])
+        begin, length = k.segments.position[shared], k.segments.length[shared]
+        tiles = -(-length // LEAST_KEY_TILE)
+        k = _cut(k, np.repeat(begin, tiles) + LEAST_KEY_TILE * concat_ranges(0 * tiles, tiles))
+        bands = _bands(spans, q.segments, k.segments)
+    return plan_exchange(q, k, bands, rank, len(queries))
+
+
+def _cut(placed: PlacedSegments, cuts: Ints) -> PlacedSegments:
+    """The segments, cut at these tokens."""
+    whole = placed.segments
+    total = whole.tokens
+    edges = np.unique(np.concatenate((whole.position, cuts, [total])))
+    begin = edges[:-1]
+    of = np.searchsorted(whole.position, begin, side="right") - 1
+    row = whole.row[of] + begin - whole.position[of]
+    return PlacedSegments(
+        Segments(row, np.diff(edges), np.zeros_like(begin), begin), placed.owner[of]
+    )
+
+
+def _bands(spans: Ints, q: Segments, k: Segments) -> Band:
+    """The bands of all pairs of segments, by query segment, key segment and diagonal."""
+    q0, q1, k0, k1, lo, hi = spans.T
+    first = np.searchsorted(q.position, q0)
+    count = np.searchsorted(q.position, q1) - first
+    span = np.repeat(np.arange(len(spans)), count)
+    query = concat_ranges(first, count)
+    row = q.position[query]
+    begin = np.maximum(k0[span], row + lo[span])  # columns of the span that these rows see
+    end = np.minimum(k1[span], row + q.length[query] + hi[span])
+    some = begin < end
+    span, query, begin, end = span[some], query[some], begin[some], end[some]
+    first = np.searchsorted(k.position, begin, side="right") - 1
+    count = np.searchsorted(k.position, end) - first
+    key = concat_ranges(first, count)
+    span, query = np.repeat(span, count), np.repeat(query, count)
+    shift = k.position[key] - q.position[query]
+    low = np.maximum(lo[span] - shift, 1 - q.length[query])
+    high = np.minimum(hi[span] - shift, k.length[key] - 1)
+    order = np.lexsort((low, query * len(k) + key))
+    query, key, low, high = query[order], key[order], low[order], high[order]
+    joins = (np.diff(query) == 0) & (np.diff(key) == 0) & (low[1:] == high[:-1] + 1)
+    begins = np.concatenate(([True], ~joins))[: len(low)]
+    ends = np.concatenate((~joins, [True]))[: len(low)]
+    return Band(query[begins], key[begins], low[begins], high[ends])

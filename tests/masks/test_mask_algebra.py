@@ -1,0 +1,235 @@
+"""`Mask` against numpy: unions, intersections, constructors; what it refuses."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringfa3 import Mask
+from ringfa3.masks.spans import intersect, subtract
+from tests.support.dense import cumulative
+from tests.support.dense import mask as dense_documents
+from tests.support.masks import Dense, Span, Union, dense_span, spans, unions
+
+COMMON = settings(max_examples=150)
+
+
+def check_equal(mask: Mask, allowed: Dense) -> None:
+    """The mask has these pairs, each in one span, and counts them."""
+    np.testing.assert_array_equal(mask.dense(), allowed)
+    covered = np.zeros(allowed.shape, int)
+    for span in mask.spans.tolist():
+        covered += dense_span(tuple(span), *allowed.shape)
+    np.testing.assert_array_equal(covered, allowed)
+    assert mask.pairs == allowed.sum()
+    np.testing.assert_array_equal(mask.pairs_by_row, allowed.sum(1))
+
+
+@COMMON
+@given(union=unions())
+def test_unions_and_intersections_are_those_of_their_pairs(union: Union) -> None:
+    """Reference: numpy, exactly. The result is a mask again: its spans do not overlap."""
+    mask = union.mask()
+    check_equal(mask, union.dense())
+    assert Mask(mask.spans, union.q_tokens, union.k_tokens) == mask
+
+
+@pytest.mark.soak
+@settings(max_examples=2000)
+@given(union=unions(30))
+def test_many_unions(union: Union) -> None:
+    check_equal(union.mask(), union.dense())
+
+
+@COMMON
+@given(a=spans(12, 9), b=spans(12, 9))
+def test_the_language_is_closed(a: Span, b: Span) -> None:
+    """The intersection of two spans is at most one span, their difference at most six."""
+    first, second = Mask([a], 12, 9), Mask([b], 12, 9)
+    both = dense_span(a, 12, 9) & dense_span(b, 12, 9)
+    assert len(intersect(first.diagonal_spans, second.diagonal_spans)) == int(both.any())
+    assert len(subtract(second.diagonal_spans, first.diagonal_spans)) <= 6
+
+
+@COMMON
+@given(table=st.lists(spans(9, 9), max_size=4))
+def test_an_overlap_is_an_error_that_names_both_spans_and_a_pair(table: list[Span]) -> None:
+    """Reference: the sum of the spans' dense forms."""
+    covered = sum((dense_span(s, 9, 9).astype(int) for s in table), np.zeros((9, 9), int))
+    if covered.max() <= 1:
+        check_equal(Mask(table, 9), covered > 0)
+        return
+    with pytest.raises(ValueError, match="overlap") as caught:
+        Mask(table, 9)
+    one, other, row, column = re.match(
+        r"spans (\[.*\]) and (\[.*\]) overlap.* = \((\d+), (\d+)\)", str(caught.value)
+    ).groups()  # type: ignore[union-attr]
+    for span in (one, other):
+        numbers = tuple(map(int, re.findall(r"-?\d+", span)))
+        assert dense_span(numbers, 9, 9)[int(row), int(column)]  # type: ignore[arg-type]
+    assert covered[int(row), int(column)] > 1
+
+
+documents = st.lists(st.integers(0, 12), max_size=4)
+window_sizes = st.tuples(*[st.sampled_from([-1, None, 0, 1, 3])] * 2)
+
+
+@COMMON
+@given(data=st.data(), causal=st.booleans(), cross=st.booleans())
+def test_documents_have_a_window_first_keys_and_chunks_of_their_own(
+    data: st.DataObject, causal: bool, cross: bool
+) -> None:
+    """Reference: the definition of each, pair by pair; documents align at the bottom right."""
+    lengths = data.draw(documents)
+    count = len(lengths)
+    keys = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
+    keys = keys if cross else lengths
+    windows = [data.draw(window_sizes) for _ in lengths]
+    first = [data.draw(st.integers(0, 4)) for _ in lengths]
+    chunks = [data.draw(st.sampled_from([None, 1, 3, 5])) for _ in lengths]
+    allowed = np.zeros((sum(lengths), sum(keys)), bool)
+    for d, (nq, nk) in enumerate(zip(lengths, keys, strict=True)):
+        q0, k0 = sum(lengths[:d]), sum(keys[:d])
+        for r in range(nq):
+            for c in range(nk):
+                p = r + nk - nq
+                left, right = (n if n is not None and n >= 0 else 99 for n in windows[d])
+                seen = p - left <= c <= p + right
+                if chunks[d] is not None:
+                    seen &= p // chunks[d] == c // chunks[d]
+                seen |= c < first[d]
+                allowed[q0 + r, k0 + c] = seen and (c <= p or not causal)
+    cu_k = cumulative(keys) if cross else None
+    mask = Mask.documents(cumulative(lengths), cu_k, causal, windows, first, chunks)
+    check_equal(mask, allowed)
+    assert mask.positions.tolist() == [r for n in lengths for r in range(n)]
+    assert mask.key_positions.tolist() == [c for n in keys for c in range(n)]
+
+
+def test_one_window_is_for_all_documents() -> None:
+    mask = Mask.documents([0, 5, 9], window_size=(2, 0))
+    check_equal(mask, dense_documents([5, 4], [5, 4], 2, 0))
+    assert mask == Mask.documents([0, 5, 9], window_size=[(2, 0), (2, None)])
+    assert len(Mask.documents(100, window_size=(9, 0), first_keys=4).spans) == 2
+
+
+@COMMON
+@given(data=st.data())
+def test_a_node_of_a_tree_sees_its_ancestors(data: st.DataObject) -> None:
+    """Reference: the path of each node. At most two spans a node."""
+    lengths, parents, path = [], [], []
+    for node in range(data.draw(st.integers(0, 8))):
+        depth = data.draw(st.integers(0, len(path)))
+        path = path[:depth]
+        parents.append(path[-1] if path else -1)
+        lengths.append(data.draw(st.integers(0, 5)))
+        path = [*path, node]
+    begin = cumulative(lengths)
+    allowed = np.zeros((begin[-1], begin[-1]), bool)
+    positions = []
+    for node, length in enumerate(lengths):
+        before, above = 0, parents[node]
+        while above >= 0:
+            allowed[begin[node] : begin[node + 1], begin[above] : begin[above + 1]] = True
+            before, above = before + lengths[above], parents[above]
+        own = slice(begin[node], begin[node + 1])
+        allowed[own, own] = np.tri(length, dtype=bool)
+        positions += range(before, before + length)
+    mask = Mask.tree(lengths, parents)
+    check_equal(mask, allowed)
+    assert mask.positions.tolist() == positions
+    assert len(mask.spans) <= 2 * len(lengths)
+
+
+def test_blocks_may_be_short_at_the_end_and_meet_documents() -> None:
+    mask = Mask.blocks([0, 0, 0, 2], [0, 1, 3, 2], 4, 10, 14)
+    allowed = np.zeros((10, 14), bool)
+    allowed[:4, :8] = allowed[:4, 12:] = allowed[8:, 8:12] = True
+    check_equal(mask, allowed)
+    assert len(mask.spans) == 3
+    causal = Mask.blocks([0, 1, 1], [0, 0, 1], 4, 8) & Mask.documents([0, 3, 8])
+    square = np.kron([[1, 0], [1, 1]], np.ones((4, 4))) > 0
+    check_equal(causal, square & dense_documents([3, 5], [3, 5], -1, 0))
+    assert causal.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+
+
+def test_runs_and_prefixes_become_bidirectional() -> None:
+    base = Mask.documents([0, 6, 6, 13], window_size=(1, 0))
+    allowed = dense_documents([6, 7], [6, 7], 1, 0)
+    for begin, end in ((1, 5), (9, 9), (9, 12)):
+        allowed[begin:end, begin:end] = True
+    check_equal(base.with_bidirectional([9, 1, 9], [12, 5, 9]), allowed)
+    prefix = dense_documents([6, 7], [6, 7], -1, 0)
+    prefix[:2, :2] = prefix[6:11, 6:11] = True
+    check_equal(Mask.documents([0, 6, 6, 13]).with_prefix([2, 5]), prefix)
+    whole = Mask.documents([0, 6, 13]).with_prefix(6)
+    assert whole == Mask.documents([0, 6, 13]).with_bidirectional([0, 6], [6, 12])
+
+
+def test_packed_masks_see_nothing_of_each_other() -> None:
+    masks = [Mask.tree([2, 1, 3], [-1, 0, 0]), Mask.documents([0, 4, 5]), Mask([], 2)]
+    allowed = np.zeros((13, 13), bool)
+    at = 0
+    for mask in masks:
+        allowed[at : at + mask.q_tokens, at : at + mask.q_tokens] = mask.dense()
+        at += mask.q_tokens
+    packed = Mask.pack(masks)
+    check_equal(packed, allowed)
+    assert packed.positions.tolist() == [0, 1, 2, 2, 3, 4, 0, 1, 2, 3, 0, 0, 1]
+    cross = Mask.pack([Mask.documents(2, 3, causal=False), Mask.documents(1, 2, causal=False)])
+    assert (cross.q_tokens, cross.k_tokens, cross.pairs) == (3, 5, 8)
+    assert cross.key_positions.tolist() == [0, 1, 2, 0, 1]
+    assert Mask.pack([]).q_tokens == 0
+
+
+def test_a_mask_is_a_value() -> None:
+    """It hashes and compares by its content, is pickled, and does not change."""
+    one, other = Mask.documents([0, 3, 9]), Mask.documents([0, 3, 9])
+    shuffled = Mask(one.spans[::-1].copy(), 9, positions=one.positions)
+    assert one == other == shuffled == pickle.loads(pickle.dumps(one))
+    assert len({one, other, shuffled}) == 1
+    assert one != Mask(one.spans, 9)  # other positions
+    assert one != Mask.documents([0, 3, 9], causal=False)
+    for array in (one.spans, one.positions, pickle.loads(pickle.dumps(one)).spans):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mask([[0, 5, 0, 4, 0, 0]], 4), r"spans\[0\] = .* needs 0 <= q0 <= q1 <= 4"),
+        (lambda: Mask([[0, 4, 0, 4, 1, 0]], 4), "lo <= hi"),
+        (lambda: Mask([[0, 4, 0, 4, 0, np.inf]], 4), "give whole numbers, finite ones"),
+        (lambda: Mask([[0, 4, 0, 4]], 4), r"spans has shape \(1, 4\)"),
+        (lambda: Mask([], -1), "q_tokens, k_tokens = -1, -1: allowed are 0"),
+        (lambda: Mask([], 2, positions=[0]), "positions has 1 values"),
+        (lambda: Mask.documents([0, 3], [0, 3, 4]), "cu has 1 documents, cu_k has 2"),
+        (lambda: Mask.documents([0, 3], chunk=0), "chunk=0: each must be at least 1"),
+        (lambda: Mask.documents([0, 3], first_keys=-2), "first_keys=-2: each must be at least 0"),
+        (lambda: Mask.documents([0, 3], first_keys=[1, 2]), "first_keys has 2 values"),
+        (lambda: Mask.documents([0, 3], window_size=[(1, 0)] * 2), "window_size has 2 pairs"),
+        (lambda: Mask.documents([0, 3], window_size=3), "window_size"),
+        (lambda: Mask.tree([1, 1, 1, 1], [-1, 0, 1, 5]), r"parents\[3\]=5: .* depth-first"),
+        (lambda: Mask.tree([1, 1, 1, 1], [-1, 0, 0, 1]), r"parents\[3\]=1: .* depth-first"),
+        (lambda: Mask.tree([1], [0]), r"parents\[0\]=0"),
+        (lambda: Mask.blocks([0, 0], [1, 1], 2, 4), r"\(0, 1\) is there twice"),
+        (lambda: Mask.blocks([2], [0], 2, 4), "rows has blocks 2 to 2"),
+        (lambda: Mask.documents(4).with_bidirectional([0, 1], [2, 3]), "overlap"),
+        (lambda: Mask.documents(4).with_bidirectional([2], [5]), "from 2 to 5"),
+        (lambda: Mask.documents(4, 6).with_bidirectional([0], [2]), "need self-attention"),
+        (lambda: Mask.documents([0, 2, 4]).with_prefix([1]), "each of the 2 documents"),
+        (lambda: Mask.documents(4) | Mask.documents(5), r"\(4, 4\) and \(5, 5\)"),
+        (lambda: Mask.documents([0, 2, 4]) & Mask.documents([0, 4]), "token 2 has 0 and 2"),
+        (lambda: Mask([], 1 << 20).dense(), "more than 2"),
+        (lambda: Mask.pack([3]), "expected a Mask, got int"),  # type: ignore[list-item]
+    ],
+)
+def test_what_is_wrong_is_named(make: object, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()  # type: ignore[operator]

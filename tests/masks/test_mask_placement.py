@@ -1,0 +1,171 @@
+"""Plans of masks: balance, exchange, `with_mask`, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringfa3 import Mask, RingFA3Attention, flash_attn_mask_func, plan_context, ring_attn_func
+from ringfa3.build.units import UNITS
+from ringfa3.kernels import reference
+from ringfa3.planning.refinement import LEAST_KEY_TILE
+from tests.support.ranks import Ranks
+
+CHAIN = Mask.tree([700, 900, 300, 650, 500, 700], [-1, 0, 1, 2, 3, 4])
+MASKS = {
+    "responses": Mask.pack([Mask.tree([1500] + [400] * 8, [-1] + [0] * 8)] * 3),
+    "one tree": Mask.tree([900, 500, 400, 300, 800, 256, 1000], [-1, 0, 1, 1, 0, 4, 0]),
+    "chain": CHAIN,
+    "images": Mask.documents(8192).with_bidirectional([500, 3000], [900, 3600]),
+    "chunks": Mask.documents([0, 5000, 8192], chunk=1024),
+    "window and first": Mask.documents(8192, window_size=(511, 0), first_keys=4),
+    "nothing": Mask([], 1000),
+}
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("name", MASKS)
+def test_work_and_tokens_are_balanced(name: str, world: int) -> None:
+    """The largest work is at most 1.02 of the mean for 2 ranks, 1.03 for 3, 1.06 for 8, of
+    which each has few tiles; tokens differ by one at most. Work: pairs of the rank's queries."""
+    mask = MASKS[name]
+    plan = plan_context(mask, (0, world))
+    assert max(plan.tokens_per_rank) - min(plan.tokens_per_rank) <= 1
+    assert sum(plan.work_per_rank) == mask.pairs
+    assert max(plan.work_per_rank) * world <= {2: 1.02, 3: 1.03, 8: 1.06}[world] * mask.pairs
+    found = np.sort(np.concatenate([plan.index_of(rank) for rank in range(world)]))
+    np.testing.assert_array_equal(found, np.arange(mask.q_tokens))
+
+
+@pytest.mark.parametrize("lengths", [[16384], [5000, 300, 300, 2000, 9000, 784], [2048] * 8])
+def test_causal_documents_have_the_tokens_of_their_own_plan(lengths: list[int]) -> None:
+    """Reference: `plan_context` of the documents: zigzag."""
+    cu = np.cumsum([0, *lengths]).tolist()
+    for world in (2, 4):
+        given, expected = (plan_context(x, (1, world)) for x in (Mask.documents(cu), cu))
+        assert given.token_index.tolist() == expected.token_index.tolist()
+        assert given.positions.tolist() == expected.positions.tolist()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_first_keys_cost_their_own_rows(world: int) -> None:
+    """A window and 4 first keys send at most 1.02 of the window's K/V rows."""
+    rows = []
+    for first_keys in (0, 4):
+        mask = Mask.documents(32768, window_size=(1023, 0), first_keys=first_keys)
+        rows.append(int(plan_context(mask, (0, world)).kv_exchange.rows[:, 1:].sum()))
+    assert rows[0] < rows[1] <= 1.02 * rows[0]
+
+
+def test_plans_of_equal_masks_are_one_object() -> None:
+    mask, other = Mask.documents(64, chunk=16), Mask.documents(64, window_size=(3, 0))
+    plan = plan_context(mask, (0, 2))
+    assert plan_context(copy.copy(mask), (0, 2)) is plan
+    assert plan.mask == mask
+    local = plan.with_mask(other)
+    assert local is plan.with_mask(pickle.loads(pickle.dumps(other))) is not plan
+    assert local.with_mask(mask) is plan
+    assert local.token_index.tolist() == plan.token_index.tolist()
+    assert local.digest != plan.digest
+    again = pickle.loads(pickle.dumps(local))
+    assert (again.digest, again.mask) == (local.digest, other)
+
+
+def test_a_plan_of_documents_takes_a_mask() -> None:
+    """The tokens stay where they are; positions are those of the mask."""
+    plan = plan_context([0, 100, 164], (1, 2))
+    mask = Mask.documents([0, 100, 164]).with_bidirectional([10], [20])
+    masked = plan.with_mask(mask)
+    assert masked.token_index.tolist() == plan.token_index.tolist()
+    assert masked.positions.tolist() == plan.positions.tolist()
+    assert sum(masked.work_per_rank) == mask.pairs
+    tree = plan.with_mask(Mask.tree([100, 64], [-1, 0]))
+    assert tree.positions.tolist() == plan.token_index.tolist()
+
+
+def test_no_backward_has_smaller_tiles_than_refinement_assumes() -> None:
+    """Two bands of one pair of segments need keys of one tile."""
+    tiles = [unit.tile_n for unit in UNITS if unit.direction == "backward"]
+    assert min(*tiles, reference.TILE_N) >= LEAST_KEY_TILE
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m: plan_context(m, (0, 2), causal=False), "causal=False, .* with a Mask"),
+        (
+            lambda m: plan_context(m, (0, 2), window_size=(3, 0)),
+            r"window_size=\(3, 0\) with a Mask",
+        ),
+        (lambda m: plan_context(m, (0, 2), "striped"), "layout='striped'"),
+        (lambda m: plan_context(m, (0, 2)).with_window((3, 0)), "use plan.with_mask"),
+        (lambda m: plan_context(m, (0, 2)).with_mask(Mask([], 9)), "mask has 9 queries"),
+        (lambda m: plan_context(m, (0, 2)).with_mask([0, 8]), "must be a ringfa3.Mask, got list"),
+        (lambda m: flash_attn_mask_func(*[torch.ones(8, 1, 8)] * 3, [0, 8]), "no spans"),
+        (lambda m: flash_attn_mask_func(*[torch.ones(9, 1, 8)] * 3, m), r"q has shape \(9, 1, 8\)"),
+        (lambda m: flash_attn_mask_func(*[torch.ones(8, 1, 64)] * 3, m, precision="fp8"), "8 bits"),
+        (
+            lambda m: flash_attn_mask_func(torch.ones(8, 1, 8), *[torch.ones(3, 1, 8)] * 2, m),
+            "k has",
+        ),
+        (lambda m: plan_context(m, (0, 2)).shard_keys(torch.ones(5)), "x has 5 tokens"),
+    ],
+)
+def test_what_is_wrong_is_named(make: object, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make(Mask.documents(8))  # type: ignore[operator]
+
+
+def _refused(group: dist.ProcessGroup) -> list[str]:
+    """Errors of calls of which only rank 0 is wrong, and of 8 bits."""
+    mask = Mask.documents([0, 40, 64], [0, 10, 21], causal=False)
+    plan = plan_context(mask, group)
+    q, k = torch.ones(plan.local_tokens, 1, 64), torch.ones(plan.local_keys, 1, 64)
+    wrong = q if dist.get_rank(group) == 0 else k
+    other = plan_context(Mask([], 64, 21) if dist.get_rank(group) else mask, group)
+    errors = []
+    for given, options in (
+        ((q, wrong, wrong, plan), {}),
+        ((q, k, k, other), {}),
+        ((q, k, k, plan), {"precision": "int8"}),
+    ):
+        try:
+            ring_attn_func(*given, **options)  # type: ignore[arg-type]
+            errors.append("none")
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_errors_are_raised_on_every_rank(ranks: Ranks) -> None:
+    """Keys that are not those of `shard_keys`, masks that differ, 8 bits."""
+    for keys, masks, precision in ranks.run(2, _refused):
+        assert "pass the tokens of plan.shard_keys" in keys
+        assert "Mask(64 x 21 tokens, 0 spans" in masks
+        assert "8 bits take documents and windows only" in precision
+
+
+def _compiled(group: dist.ProcessGroup) -> None:
+    del group
+    mask = Mask.tree([8, 5, 6], [-1, 0, 0])
+    plan, layer = plan_context(mask, (0, 1)), RingFA3Attention(2, 1, 8, group=(0, 1))
+    q, k, v = (torch.randn(19, heads, 8) for heads in (2, 1, 1))
+    expected = flash_attn_mask_func(q, k, v, mask)
+    assert torch.equal(layer(q, k, v, plan), expected)
+
+    def attend(q: torch.Tensor, p: object) -> torch.Tensor:
+        return layer(q, k, v, p) + p.positions[:, None, None]  # type: ignore[attr-defined]
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, plan), attend(q, plan), rtol=0, atol=0)
+
+
+def test_a_layer_and_a_compiled_function_take_a_plan_with_a_mask(ranks: Ranks) -> None:
+    """Reference: `flash_attn_mask_func`, exactly. Plans are made outside of the function. On a rank
+    of the pool, which has imported the compiler."""
+    ranks.run(1, _compiled)

@@ -1,0 +1,104 @@
+"""Plans of random masks against the dense mask: every pair once, over ranks, hops and tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringfa3.masks.mask import Mask
+from ringfa3.planning.context_plan import ContextPlan, plan_context
+from ringfa3.planning.tiling import Tiling
+from tests.planning.test_tiling import MODES, rectangles, tilings
+from tests.support.masks import Union, unions
+from tests.support.strategies import layouts, tiles
+
+
+def plans_of(mask: Mask, world: int, layout: str) -> list[ContextPlan]:
+    return [plan_context(mask, (rank, world), layout) for rank in range(world)]
+
+
+def keys_at(plans: list[ContextPlan], rank: int, hop: int) -> np.ndarray:
+    """The global key of each K/V row that `rank` holds at `hop`."""
+    owner = plans[(rank - hop) % len(plans)]
+    keys = owner._key_index
+    if hop == 0:
+        return keys
+    return keys[owner.kv_exchange.published][: owner.kv_exchange.rows[owner.rank, hop]]
+
+
+def coverage(plans: list[ContextPlan], mode: str, m: int, n: int) -> np.ndarray:
+    """How often each (query, key) is covered, over all ranks, hops and tiles."""
+    count = np.zeros((plans[0].total_tokens, sum(plan.local_keys for plan in plans)), int)
+    for plan in plans:
+        queries = plan.token_index.numpy()
+        for hop, tiling in enumerate(tilings(plan.hops, mode, m, n)):
+            keys = keys_at(plans, plan.rank, hop)
+            for tile in tiling.tiles:
+                for _, rows, columns, allowed in rectangles(tiling, tile, mode):
+                    count[np.ix_(queries[rows], keys[columns])] += allowed
+    return count
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=60)
+@given(union=unions(40), world=st.integers(1, 5), layout=layouts, m=tiles, n=tiles)
+def test_every_allowed_pair_is_covered_once_and_no_other(
+    mode: str, union: Union, world: int, layout: str, m: int, n: int
+) -> None:
+    """Reference: the mask, cell by cell, exactly."""
+    plans = plans_of(union.mask(), world, layout)
+    np.testing.assert_array_equal(coverage(plans, mode, m, n), union.dense())
+
+
+@settings(max_examples=60)
+@given(union=unions(40), world=st.integers(1, 4), m=tiles, n=st.sampled_from([64, 80, 128]))
+def test_turns_of_a_dq_block_count_the_tiles_that_add_before(
+    union: Union, world: int, m: int, n: int
+) -> None:
+    """Tiles and their spans, in fetch order, find the turns 0, 1, 2, ... at each block. So the
+    earliest tile that is not done never waits. Reference: a count, exactly."""
+    for plan in plans_of(union.mask(), world, "zigzag"):
+        for tiling in plan.hops.backward(n, m, deterministic=True):
+            check_turns(tiling, m)
+
+
+def check_turns(tiling: Tiling, m: int) -> None:
+    added: dict[int, int] = {}
+    for tile in tiling.tiles:
+        for number in range(tile["first_span"], tile["first_span"] + tile["num_spans"]):
+            span = tiling.spans[number]
+            key_tile = int(tile["row0"] - span["k0"]) // tiling.size
+            for block in range(-(-int(span["q1"] - span["q0"]) // m)):
+                begin, end = tiling.visiting_key_tiles(number, block, m)
+                if begin <= key_tile < end:
+                    at = int(span["padded_q0"]) + block * m
+                    assert tiling.dq_order(number, key_tile, block, m) == added.get(at, 0)
+                    added[at] = added.get(at, 0) + 1
+
+
+DILATED = [[0, 300, 0, 300, -250, -100], [0, 300, 0, 300, -50, -20], [0, 300, 0, 300, 7, 40]]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("n", [64, 128])
+def test_bands_of_one_pair_of_segments_that_stay_apart(world: int, n: int) -> None:
+    """Three bands of one rectangle, longer than a tile: turns as above, and every pair once."""
+    mask = Mask(DILATED, 300)
+    plans = plans_of(mask, world, "zigzag")
+    for plan in plans:
+        for tiling in plan.hops.backward(n, 16, deterministic=True):
+            check_turns(tiling, 16)
+    for mode in MODES:
+        np.testing.assert_array_equal(coverage(plans, mode, 16, n), mask.dense())
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_runs_of_keys_that_begin_inside_a_segment(layout: str) -> None:
+    """A window of 20 keys over three ranks: every pair once."""
+    mask = Mask.documents(300, window_size=(20, 0))
+    plans = plans_of(mask, 3, layout)
+    assert max(plan.kv_exchange.rows[0, 1] for plan in plans) < 100
+    for mode in MODES:
+        np.testing.assert_array_equal(coverage(plans, mode, 16, 64), mask.dense())
