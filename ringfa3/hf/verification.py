@@ -19,7 +19,7 @@ from ringfa3.ring.prepare_call import default_group
 EXACT = 5e-6  # allowed difference of a float32 gradient, relative to its largest element
 FLOOR = 1e-6  # of the largest gradient of all: smaller gradients are rounding, and count as this
 # In 16 bits: the allowed error against float32, over the error that one rank has itself. Ranks add
-# float32 sums in another order, and a kind of weight may have few elements.
+# float32 sums in another order, and a parameter type may have few elements.
 GROWTH = 1.5
 
 Step = Callable[[Any, dict[str, Any], torch.Tensor], torch.Tensor]
@@ -32,9 +32,9 @@ class Verification:
     world   ranks of the ring
     dtype   of the model
     loss    of one rank, and summed over the ring
-    errors  by kind of weight, as `model.layers.*.mlp.up_proj.weight`: the largest difference of a
-            gradient, relative to the largest element of that kind
-    bounds  the largest allowed one, by kind
+    errors  by parameter type, as `model.layers.*.mlp.up_proj.weight`: the largest difference of a
+            gradient, relative to the largest element of that type
+    bounds  the largest allowed one, by type
     """
 
     world: int
@@ -45,9 +45,9 @@ class Verification:
 
     @property
     def wrong(self) -> list[str]:
-        """Kinds of weights with a wrong gradient, the worst first."""
-        wrong = [kind for kind, error in self.errors.items() if not error <= self.bounds[kind]]
-        return sorted(wrong, key=lambda kind: -self.errors[kind] / self.bounds[kind])
+        """Parameter types with a wrong gradient, the worst first."""
+        wrong = [name for name, error in self.errors.items() if not error <= self.bounds[name]]
+        return sorted(wrong, key=lambda name: -self.errors[name] / self.bounds[name])
 
     def __bool__(self) -> bool:
         return not self.wrong
@@ -56,10 +56,10 @@ class Verification:
         one, ring = self.loss
         figures = f"loss {ring:.7g} over a ring of {self.world}, {one:.7g} on one rank"
         if not self.wrong:
-            kind = max(self.errors, key=lambda kind: self.errors[kind] / self.bounds[kind])
-            worst = f"largest difference {self.errors[kind]:.1e} of {self.bounds[kind]:.1e} allowed"
-            return f"right: {figures}; {len(self.errors)} gradients, {worst} ({kind})"
-        named = ", ".join(f"{kind} {self.errors[kind]:.1e}" for kind in self.wrong[:5])
+            name = max(self.errors, key=lambda name: self.errors[name] / self.bounds[name])
+            worst = f"largest difference {self.errors[name]:.1e} of {self.bounds[name]:.1e} allowed"
+            return f"right: {figures}; {len(self.errors)} gradients, {worst} ({name})"
+        named = ", ".join(f"{name} {self.errors[name]:.1e}" for name in self.wrong[:5])
         more = f" and {len(self.wrong) - 5} more" if len(self.wrong) > 5 else ""
         return f"wrong: {figures}; gradients differ: {named}{more}"
 
@@ -167,18 +167,18 @@ def _gradients(
 
 
 def _errors(grads: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> dict[str, float]:
-    """By kind of weight: the largest difference over the largest element."""
+    """By parameter type: the largest difference over the largest element."""
     difference: dict[str, float] = {}
     largest: dict[str, float] = {}
     for name, grad in grads.items():
-        kind = re.sub(r"\.\d+\.", ".*.", name)
+        of_all = re.sub(r"\.\d+\.", ".*.", name)
         expected = right[name].float()
         here = float((grad.float() - expected).abs().max())
         # `max` of Python drops a NaN that comes second
-        difference[kind] = here if here != here else max(difference.get(kind, 0.0), here)
-        largest[kind] = max(largest.get(kind, 0.0), float(expected.abs().max()))
+        difference[of_all] = here if here != here else max(difference.get(of_all, 0.0), here)
+        largest[of_all] = max(largest.get(of_all, 0.0), float(expected.abs().max()))
     floor = max(FLOOR * max(largest.values(), default=0.0), 1e-30)
-    return {kind: difference[kind] / max(largest[kind], floor) for kind in difference}
+    return {name: difference[name] / max(largest[name], floor) for name in difference}
 
 
 def _check_weights(model: Any, group: dist.ProcessGroup) -> None:

@@ -145,11 +145,11 @@ def _packed(documents: list[dict[str, list[int]]], device: torch.device) -> dict
 
 
 def _report(found: Verification, options: argparse.Namespace) -> None:
-    """A table of the gradients by kind of weight, and the verdict; the figures as JSON."""
+    """A table of the gradients by parameter type, and the verdict; the figures as JSON."""
     width = max(map(len, found.errors))
-    for kind, error in found.errors.items():
-        mark = "wrong" if kind in found.wrong else ""
-        print(f"{kind:{width}}  {error:.1e} of {found.bounds[kind]:.1e}  {mark}".rstrip())
+    for name, error in found.errors.items():
+        mark = "wrong" if name in found.wrong else ""
+        print(f"{name:{width}}  {error:.1e} of {found.bounds[name]:.1e}  {mark}".rstrip())
     if options.json is not None:
         figures = {"model": options.model, "right": bool(found), **asdict(found)}
         options.json.write_text(json.dumps(figures, indent=1))

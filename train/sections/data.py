@@ -37,9 +37,9 @@ class DataConfig:
     """The text, its tokenizer, and how documents become samples."""
 
     path: str | None = key(REQUIRED, shown="null with data=stdlib, else none")
-    """a folder of text, .jsonl, .json, .parquet (extra `parquet`) or token ids (.npy, or .bin with
-    .idx), or one such file; text also as .gz, .bz2, .xz or .zst (extra `parquet`). null is the
-    standard library of the running Python"""
+    """a folder or a file of text, .jsonl, .json, .parquet or token ids (.npy, or .bin with .idx).
+    Text may be compressed: .gz, .bz2, .xz or .zst. The extra `parquet` reads .parquet and .zst.
+    null is the standard library of the running Python"""
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     """several mixed sources instead of path; configs/data/mixture.yaml has an example"""
     pattern: str = "**/*"
