@@ -1,4 +1,4 @@
-"""What one process of a host does for all of its user's: checks, and arrays that all map.
+"""Work that one process of a host does for all of a user: checks, and arrays that all map.
 
 The files lie in the folder for temporary files, which is that of one host. The operating system
 releases the lock of a process that dies, and another process then does the work.
@@ -6,6 +6,7 @@ releases the lock of a process that dies, and another process then does the work
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -64,6 +65,8 @@ def shared_array(
                     for some in rows():
                         file.write(np.ascontiguousarray(some, np.int64).tobytes())
                 unfinished.replace(path)
+            else:
+                os.utime(path)  # in use again: nobody removes it now
             return np.asarray(np.memmap(path, np.int64, mode="r")).reshape(-1, width)
     except OSError as error:
         raise unusable("TMPDIR", path.parent, "written to", error) from None
@@ -83,6 +86,9 @@ def _path(names: Any, suffix: str) -> Path:
 
 
 def _remove_unused(folder: Path) -> None:
-    for path in folder.glob("*.rows"):
-        if path.stat().st_mtime < time.time() - UNUSED_S:
-            path.unlink(missing_ok=True)
+    """Remove arrays that nobody has opened for long, and what processes that died have left."""
+    for pattern, age in (("*.rows", UNUSED_S), ("*.tmp", 24 * UNUSED_S)):
+        for path in folder.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                if path.stat().st_mtime < time.time() - age:
+                    path.unlink()

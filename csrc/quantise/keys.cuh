@@ -1,5 +1,5 @@
-// K in 8 bits: centred, rotated, with a scale for each tile of 128 keys and head. Or, for the
-// backward, in bfloat16 with the factor of the tile.
+// K in 8 bits: centred, rotated, with a scale for each tile of 128 keys and head. For the backward
+// the kernel writes it in bfloat16, with the factor of the tile.
 #pragma once
 
 #include "hopper/launch.cuh"

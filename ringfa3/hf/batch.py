@@ -19,7 +19,8 @@ from ringfa3.ring.prepare_call import default_group
 
 IGNORED = -100  # the label of a token without loss, as in transformers
 TENSORS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
-# What collators add for other attention implementations. It repeats what position_ids have.
+# What collators add for other attention implementations. Ignored: position_ids have the
+# same documents.
 REPEATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 PASSED = ("num_items_in_batch", "use_cache")  # not of the batch
 
@@ -63,7 +64,7 @@ def shard_batch(inputs: Mapping[str, Any], group: dist.ProcessGroup | None = Non
     try:
         _check(inputs)
         settings = Settings({name: _digest(inputs[name]) for name in _given(inputs)})
-    except (TypeError, ValueError) as problem:
+    except Exception as problem:  # the other ranks wait
         error = problem
     if group is not None and dist.get_world_size(group) > 1:
         RingGroup.of(group).agree(settings, error, anew=True)
@@ -104,6 +105,8 @@ def _check(inputs: Mapping[str, Any]) -> None:
                 f"{name} must have the shape {tuple(ids.shape)} of input_ids under a ring, not "
                 f"{_shape(x)}"
             )
+        if name != "attention_mask" and (x.is_floating_point() or x.is_complex()):
+            raise ValueError(f"{name} has dtype {x.dtype}: give whole numbers")
 
 
 def _shape(x: object) -> str:

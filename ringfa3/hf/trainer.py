@@ -64,8 +64,8 @@ class ContextParallel(ParallelismConfig):  # type: ignore[misc]
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world % self.cp_size:
             raise ValueError(
-                f"ContextParallel({self.cp_size}): {world} processes are no multiple of "
-                f"{self.cp_size}: start another number with torchrun --nproc-per-node"
+                f"ContextParallel({self.cp_size}): the number of processes, {world}, must be a "
+                f"multiple of {self.cp_size}: set torchrun --nproc-per-node"
             )
         sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         self._set_size("dp_shard" if sharded else "dp_replicate", world // self.cp_size)
@@ -161,7 +161,7 @@ class _ContextParallel:
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """Of an evaluation: each rank of a group gets the loss of the whole sample."""
+        """Evaluation: every rank of a group returns the loss of the whole sample."""
         step = super().prediction_step  # type: ignore[misc]
         if self.get_cp_size() == 1:
             return step(model, inputs, prediction_loss_only, ignore_keys)
@@ -235,9 +235,14 @@ def _refuse(trainer: Any) -> None:
         )
     if getattr(args, "loss_type", "nll") != "nll":
         _reject(f"loss_type={args.loss_type!r}", "allowed is 'nll'")
-    data = trainer.train_dataset
+    held_out = trainer.eval_dataset
+    data = [
+        trainer.train_dataset,
+        *(held_out.values() if isinstance(held_out, dict) else [held_out]),
+    ]
     dispatched = getattr(args.accelerator_config, "dispatch_batches", None)
-    if isinstance(data, torch.utils.data.IterableDataset) and dispatched is not False:
+    streams = any(isinstance(x, torch.utils.data.IterableDataset) for x in data)
+    if streams and dispatched is not False:
         _reject(
             f"dispatch_batches={dispatched}",
             "accelerate's dispatcher gives the ranks of a group different samples: pass "

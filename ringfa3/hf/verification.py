@@ -58,7 +58,8 @@ class Verification:
         if not self.wrong:
             name = max(self.errors, key=lambda name: self.errors[name] / self.bounds[name])
             worst = f"largest difference {self.errors[name]:.1e} of {self.bounds[name]:.1e} allowed"
-            return f"right: {figures}; {len(self.errors)} gradients, {worst} ({name})"
+            types = len(self.errors) - ("loss" in self.errors)
+            return f"right: {figures}; {types} parameter types, {worst} ({name})"
         named = ", ".join(f"{name} {self.errors[name]:.1e}" for name in self.wrong[:5])
         more = f" and {len(self.wrong) - 5} more" if len(self.wrong) > 5 else ""
         return f"wrong: {figures}; gradients differ: {named}{more}"
@@ -104,7 +105,7 @@ def verify(
         whole = _whole(batch, mine)
         one, one_loss = _gradients(model, step, whole, mine.num_labels)
         exact = None
-        if next(iter(one.values())).dtype != torch.float32:
+        if next(iter(one.values())).dtype not in (torch.float32, torch.float64):
             exact, _ = _gradients(copy.deepcopy(model).float(), step, whole, mine.num_labels)
         model.set_attn_implementation(NAME)
         ring, ring_loss = _gradients(model, step, mine.inputs, mine.num_labels, group)
@@ -171,6 +172,8 @@ def _errors(grads: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> d
     difference: dict[str, float] = {}
     largest: dict[str, float] = {}
     for name, grad in grads.items():
+        if not grad.numel():
+            continue
         of_all = re.sub(r"\.\d+\.", ".*.", name)
         expected = right[name].float()
         here = float((grad.float() - expected).abs().max())
@@ -186,6 +189,8 @@ def _check_weights(model: Any, group: dist.ProcessGroup) -> None:
     sums = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()])
     ends = torch.cat([sums, -sums]).to(next(model.parameters()).device)
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    if not torch.isfinite(ends).all():
+        raise ValueError("the model has weights that are not finite: load another checkpoint")
     most, least = ends.chunk(2)
     if not torch.equal(most, -least):
         raise ValueError(

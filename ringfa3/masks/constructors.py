@@ -122,9 +122,10 @@ def tree_spans(lengths: Ints, parents: Ints) -> tuple[Ints, Ints]:
             last[path.pop()] = starts[node]
         if parent >= 0:
             if not path:
+                allowed = "-1" if node == 0 else f"-1, node {node - 1} or one of its ancestors"
                 raise ValueError(
-                    f"parents[{node}]={parent}: nodes must be in depth-first order, so a parent "
-                    f"is node {node - 1} or one of its ancestors: order the nodes"
+                    f"parents[{node}]={parent}: allowed is {allowed}: give the nodes in "
+                    "depth-first order"
                 )
             position[node] = position[parent] + sizes[parent]
         path.append(node)

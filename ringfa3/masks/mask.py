@@ -114,7 +114,7 @@ class Mask:
         positions: Ints | None = None,
         key_positions: Ints | None = None,
     ) -> Mask:
-        """Of spans, with diagonals as bands, that are known not to overlap."""
+        """A mask of diagonal spans. The caller guarantees that they do not overlap."""
         mask = cls.__new__(cls)
         mask.q_tokens, mask.k_tokens = token_counts(q_tokens, k_tokens)
         mask._set(spans, positions, key_positions)
@@ -306,7 +306,7 @@ class Mask:
     @property
     def cross(self) -> bool:
         """Whether keys are other tokens than queries: cross-attention."""
-        return self.q_tokens != self.k_tokens
+        return self.q_tokens != self.k_tokens or self._key_positions is not None
 
     @cached_property
     def spans(self) -> Ints:
@@ -366,11 +366,11 @@ class Mask:
         """Hash of spans, numbers of tokens and positions."""
         h = hashlib.sha256(np.array([self.q_tokens, self.k_tokens], np.int64).tobytes())
         h.update(self._spans.tobytes())
-        for x in (self._positions, self._key_positions):
-            if x is not None:  # positions are a few runs
-                at = np.flatnonzero(x[1:] - x[:-1] != 1) + 1
-                h.update(np.concatenate((x[:1], at, x[at])).tobytes())
+        for x in (self.positions, self.key_positions):  # a few runs
+            at = np.flatnonzero(x[1:] - x[:-1] != 1) + 1
+            h.update(np.concatenate((x[:1], at, x[at])).tobytes())
             h.update(b"positions")
+        h.update(bytes([self.cross]))
         return h.hexdigest()[:16]
 
     def __getstate__(self) -> dict[str, object]:

@@ -163,7 +163,7 @@ class ContextPlan(TokenShards):
         """The plan that holds the same tokens on the same ranks, under another mask.
 
         Args:
-            mask: of the same number of queries and keys. Its positions are those of the new plan.
+            mask: of the same number of queries and keys. The new plan takes its positions from the mask.
 
         Returns:
             The same object for an equal mask, alive as long as this plan. Work is balanced for what
@@ -191,7 +191,10 @@ class ContextPlan(TokenShards):
         if key not in origin._variants:
             made = make(origin)
             made._origin = origin
+            while len(origin._variants) >= PLANS_KEPT:  # each batch may bring a mask of its own
+                del origin._variants[next(iter(origin._variants))]
             origin._variants[key] = made
+            return made
         return origin._variants[key]
 
     def aligned(self, keys: int) -> ContextPlan:

@@ -115,7 +115,7 @@ def _balanced(mask: Mask, world: int) -> list[Segments]:
         def work(document: Ints, p: Ints, begin: Ints = begin) -> Ints:
             return _pairs(ordered, begin[document], p)
 
-        # A share under which all ranks own a part of each part.
+        # With this share every part is cut over all ranks.
         shares = SHARES[1:2] if parts > 1 or len(begin) == 1 else SHARES
         chunks = zigzag(_sizes(begin, total), quota, work, shares)
         rank, document, position, length = (x[chunks[3] > 0] for x in chunks)
@@ -137,7 +137,8 @@ def _pairs(ordered: _Ordered, begin: Ints, count: Ints) -> Ints:
 
 
 def _components(mask: Mask) -> Ints:
-    """The first token of each component, ascending. Tokens outside of all spans join it."""
+    """The first token of each component, ascending. Tokens that no span covers belong to the
+    component before them."""
     q0, q1, k0, k1, *_ = mask.diagonal_spans.T
     begin, end = (q0, q1) if mask.cross else (np.minimum(q0, k0), np.maximum(q1, k1))
     order = np.argsort(begin, kind="stable")

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 SMALL = [
     *("model.dim=512", "model.n_heads=4", "model.head_dim=128", "model.n_layers=4"),
     *("model.ffn_dim=1024", "model.zero_init=false", "data.seq_len=8192", "optim.lr=3e-4"),
-    *("train.accumulation=2", "train.steps=10"),
+    *("train.gradient_accumulation_steps=2", "train.steps=10"),
 ]
 UNCOMPILED = "leaves blocks uncompiled: "
 
@@ -80,7 +80,12 @@ def test_a_reduction_of_every_micro_batch_saves_whole_gradients(arguments, tmp_p
     found = {}
     for reduce in ("micro", "step"):
         keys = ["engine=fsdp2", f"engine.reduce={reduce}", "memory=recompute", "train.steps=3"]
-        keys += ["model=1b", "data.seq_len=8192", "train.accumulation=2", "train.compile=none"]
+        keys += [
+            "model=1b",
+            "data.seq_len=8192",
+            "train.gradient_accumulation_steps=2",
+            "train.compile=none",
+        ]
         run(tmp_path / reduce, *arguments, *keys)
         found[reduce] = memory_of(tmp_path / reduce)
     assert found["step"] - found["micro"] == pytest.approx(4 * 1.24e9 / 2, rel=0.2)
@@ -98,7 +103,7 @@ def test_memory_is_predicted(arguments, tmp_path, compile, layers):
         "memory=recompute",
     ]
     keys += [f"memory.recompute_layers={layers}", f"train.compile={compile}", "train.steps=3"]
-    keys += ["train.residual=bfloat16", "train.accumulation=1", "memory.force=true"]
+    keys += ["train.residual=bfloat16", "train.gradient_accumulation_steps=1", "memory.force=true"]
     run(tmp_path / "run", *arguments, *keys)
     (line,) = [e for e in events(tmp_path / "run") if e.startswith("first step against")]
     error = re.search(r"device memory [\d.]+ GB, predicted [\d.]+ \(([+-][\d.]+)%\)", line)

@@ -75,6 +75,7 @@ def test_shift_labels_are_taken_as_they_are() -> None:
         ({"input_ids": IDS[0]}, r"input_ids must be a \(batch, tokens\) tensor, not shape \(6,\)"),
         ({"input_ids": None}, "input_ids must be a .* not NoneType"),
         ({"labels": None}, "labels are missing"),
+        ({"labels": IDS.float()}, r"labels has dtype torch\.float32: give whole numbers"),
         ({"labels": IDS[:1]}, r"labels must have the shape \(2, 6\)"),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, "attention_mask must have the shape"),
         ({"position_ids": torch.zeros(3, 2, 6)}, "position_ids must have the shape"),

@@ -116,7 +116,7 @@ def test_the_size_of_a_group_is_a_positive_int(size: object) -> None:
 
 def test_a_size_that_does_not_divide_the_processes_is_named() -> None:
     config = ContextParallel(3)
-    with pytest.raises(ValueError, match="1 processes are no multiple of 3"):
+    with pytest.raises(ValueError, match="the number of processes, 1, must be a multiple of 3"):
         config.build_device_mesh("cpu")
 
 

@@ -22,7 +22,7 @@ from torch import nn
 import ringfa3.hf
 from ringfa3.hf import ring_layer
 from ringfa3.hf.verification import Verification, verify
-from ringfa3.hf.verify import main
+from ringfa3.hf.verify_model import _start_ranks, main
 from tests.support.hf_models import CONFIGS, VOCABULARY, config_of, tokens
 from tests.support.ranks import Ranks
 
@@ -173,15 +173,57 @@ def test_the_command_prints_a_verdict(ranks: Ranks, tmp_path: Path) -> None:
     assert (code, others) == (0, [(0, "")] * 3)
     assert printed.splitlines()[-1].startswith("right: loss ")
     assert json.loads(figures.read_text())["right"] is True
+    data.write_text('{"text": "no ids"}')
+    (code, printed), *_ = ranks.run(4, _command, *arguments)
+    assert (code, printed) == (
+        2, f"rank 0: ValueError: {data}: each line needs input_ids, a list of token ids\n"
+    )  # fmt: skip
     data.write_text("")
     (code, printed), *_ = ranks.run(4, _command, *arguments)
     assert (code, printed) == (2, f"rank 0: ValueError: {data} has no documents\n")
 
 
+class _Process:
+    """A rank that ends with a code at once, or waits until it is killed."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.code = -9 if self.code is None else self.code
+
+    def wait(self) -> int:
+        assert self.code is not None
+        return self.code
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [((0, 0), 0), ((1, 1), 1), ((2, None), 2), ((-11, 0), 2)]
+)
+def test_a_rank_that_fails_ends_the_others(
+    codes: tuple[int | None, ...], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = iter(map(_Process, codes))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: next(started))
+    monkeypatch.setattr("ringfa3.hf.verify_model.GRACE_S", 0.0)
+    assert _start_ranks(len(codes), []) == expected
+
+
 @pytest.mark.soak
 def test_the_command_starts_its_ranks(tmp_path: Path) -> None:
     config_of("qwen3", initializer_range=0.15).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "ringfa3.hf.verify", str(tmp_path), "--random", "--cp", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "ringfa3.hf.verify_model",
+        str(tmp_path),
+        "--random",
+        "--cp",
+        "3",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert " over a ring of 3, " in done.stdout.splitlines()[-1]

@@ -161,6 +161,8 @@ def test_cuts_that_cannot_be_faster_are_not_tried(
             monkeypatch.setattr(work_split, "_makespan", count)
             table = split_work(tiling, 64, 4, 8, 132, 128)
             monkeypatch.undo()
-            filled = int(blocks.sum()) * 32 >= work_split.FULL * 132 * min(times)
-            assert filled or np.array_equal(table, tables[times.index(min(times))])
+            time = makespan(work_split._costs(table), 8, 132)
+            filled = int(blocks.sum()) * 32 >= work_split.FULL * 132 * time
+            many = len(table) * 8 >= work_split.WAVES * 132
+            assert time == min(times) or filled or many
     assert assigned < 5 * world * 1500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -46,8 +47,8 @@ def test_a_rank_that_comes_last_writes_looks_and_reads_once() -> None:
         for _ in range(2):
             list(pool.map(lambda agreements: agreements.exchange(ENTRY), both))
         first = pool.submit(both[0].exchange, ENTRY)
-        while not shared.check(["ringfa3/agree/3/0"]):
-            pass
+        while not shared.check(["ringfa3/agree/3/0"]) and not first.done():
+            time.sleep(0)
         stores[1].operations.clear()
         assert both[1].exchange(ENTRY) == first.result(10)
     assert stores[1].operations == ["set", "check", "multi_get"]

@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).absolute().parents[2] / "configs"
         ("NVIDIA H100 PCIe", "h100"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA H200 NVL", "h200"),
-        ("NVIDIA GH100 480GB", "h200"),  # no file has its figures
+        ("NVIDIA GH200 480GB", "h200"),  # no file has its figures
         ("NVIDIA A100-SXM4-80GB", "h200"),
         ("", "h200"),
     ],

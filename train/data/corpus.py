@@ -212,7 +212,7 @@ def fingerprint(files: list[TextFile]) -> str:
         if reading.data_format != PLAIN:  # earlier versions had no other
             settings += f"\0{reading.data_format}"
         if file.name.endswith((".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")) or form == (TEXT, ""):
-            # What these names meant in every version gives the keys that caches have had since.
+            # All versions read these names alike, so their caches stay valid.
             own: list[object] = []
         else:
             own = [*form]

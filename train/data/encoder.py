@@ -69,8 +69,8 @@ class DocumentEncoder:
     def documents(self, documents: list[Document]) -> list[Encoded]:
         """Each whole document. ``loss`` has no true value if the assistant writes nothing.
 
-        Raises ``ConfigError``, which names the document, for a conversation that its template does
-        not render, or ends without ``data.eos_token``.
+        Raises ``ConfigError``, which names the document, if the template cannot render a
+        conversation, or if a conversation does not end with ``data.eos_token``.
         """
         bodies = iter(self.texts([d.text for d in documents if d.is_text]))
         return [

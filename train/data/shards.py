@@ -184,7 +184,7 @@ def cache_key(data: DataConfig, files: list[corpus.TextFile]) -> str:
         settings.append({"special_tokens": data.special_tokens})
     if any(file.source.reading.data_format != PLAIN for file in files):
         settings.append({"chat_template": read_template(data)})
-    if ignored := ignored_settings(tokenizer):  # earlier versions obeyed them, under another key
+    if ignored := ignored_settings(tokenizer):  # earlier versions applied them
         settings.append({"ignored": ignored})
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]
 

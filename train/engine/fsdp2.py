@@ -26,8 +26,8 @@ class FSDP2Engine(Engine):
     """PyTorch's ``fully_shard``: each block, the embedding and the head are separate FSDP units.
 
     A tied embedding is gathered with the last norm, in the root unit, for the whole step. Blocks
-    and an untied head are gathered in the dtype of matrix products: a product rounds its weights to
-    it anyway. The embedding and the last norm are gathered in float32: no product rounds their
+    and an untied head are gathered in the dtype of matrix products, to which a product rounds its
+    weights anyway. In bfloat16 this also rounds the gains of norms inside blocks. The embedding and the last norm are gathered in float32: no product rounds their
     rows, and the gradient of the embedding sums over tokens in its dtype. This rank's shards are
     float32, and so is every reduction.
 

@@ -37,6 +37,7 @@ class Job:
     per_host: int
     rows: int
     cu_seqlens: Sequence[int]
+    here: bool = False  # it runs on this machine, whose compilers count
 
     @cached_property
     def plan(self) -> ContextPlan:
@@ -64,8 +65,8 @@ class Job:
 
     @property
     def compiled(self) -> bool:
-        """Whether blocks are compiled, on a GPU of a machine that has a compiler."""
-        return compiles(self.config, cuda=True, here=False)
+        """Whether blocks are compiled, on a GPU."""
+        return compiles(self.config, cuda=True, here=self.here)
 
     @property
     def ranks_per_host(self) -> int:

@@ -232,7 +232,7 @@ def _on_more(job: Job, more: int) -> tuple[Job | None, list[str]]:
         return None, []
     parallel = dataclasses.replace(config.parallel, cp=cp)
     config = dataclasses.replace(config, parallel=parallel)
-    wider = Job(config, gpus, job.per_host, job.rows, job.cu_seqlens)
+    wider = dataclasses.replace(job, config=config, gpus=gpus)
     return wider, [f"parallel.cp={cp} on {gpus} GPUs"]
 
 

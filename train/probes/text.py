@@ -16,6 +16,7 @@ from train.data.encoder import DocumentEncoder
 from train.data.shards import open_corpus
 from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import read_manifest_metadata
+from train.run.run_config import read_config
 from train.run.run_folder import RunFolder
 from train.text.files import LeftOut, NotReadError
 
@@ -30,8 +31,9 @@ def read_text(config: Config, tokenizer: Tokenizer) -> tuple[Documents, str]:
     """
     if config.eval.path is not None:
         data = dataclasses.replace(config.data, path=config.eval.path, sources={})
-        own = RunFolder(config).chat_template
-        if data.chat_template is None and own.is_file():
+        folder = RunFolder(config)
+        own = folder.chat_template  # of the training, unless the command line gives another
+        if own.is_file() and data.chat_template == read_config(folder.config).data.chat_template:
             data.chat_template = str(own)
         documents = tokenised(data, tokenizer)
         return documents, hashlib.sha256(documents.shards[0].tobytes()).hexdigest()[:12]

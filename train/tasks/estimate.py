@@ -62,7 +62,7 @@ def before_run(config: Config, corpus: Corpus, device: torch.device) -> Predicti
     samples = training_samples(corpus.train, config.data, config.train.seed)
     rows = config.model.rows(vocabulary_size(corpus.tokenizer))
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    job = Job(config, world, per_host, rows, samples[0].cu_seqlens)
+    job = Job(config, world, per_host, rows, samples[0].cu_seqlens, here=True)
     total = torch.cuda.get_device_properties(device).total_memory
     try:
         return require_fit(job, limits_of(config, here=True, device=total))

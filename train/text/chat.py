@@ -24,8 +24,10 @@ OPTIONAL = ("tools", "chat_template_kwargs")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # one field by three names
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 ASSISTANT = "assistant"
+DATE = datetime(2024, 7, 26)  # of templates that write one: a text has the same tokens on every day
 BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Around what has loss, and in the name of a special token that is text. They are no characters.
+# Markers in a rendered text: START and STOP enclose what has loss, and HIDDEN splits the name of a
+# special token that is ordinary text. Unicode reserves all three as noncharacters.
 START, STOP, HIDDEN = "\ufdd0", "\ufdd1", "\ufdd2"
 MESSAGES = 'a list of messages, each {"role": ..., "content": a text or a list of parts of text}'
 
@@ -150,9 +152,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        now = datetime.now()  # one for all: a conversation and its prefixes have the same date
         environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_raise, strftime_now=now.strftime)
+        environment.globals.update(raise_exception=_raise, strftime_now=DATE.strftime)
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -193,7 +194,8 @@ class ChatTemplate:
 
         if self._has_blocks:
             begin = end(len(prompt), True) if prompt else 0
-            return Rendered(whole, [span for span in _blocks(marked) if span[0] >= begin])
+            spans = ((max(start, begin), stop) for start, stop in _blocks(marked))
+            return Rendered(whole, [(start, stop) for start, stop in spans if start < stop])
         answers = [n for n in range(len(prompt), len(messages)) if messages[n]["role"] == ASSISTANT]
         spans = [(end(number, True), end(number + 1, False)) for number in answers]
         return Rendered(whole, [(a, a + len(self._answer(whole[a:b]))) for a, b in spans])

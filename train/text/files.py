@@ -1,7 +1,8 @@
 """The files below a folder that match a pattern, and what is not read, with its reason.
 
-Links are followed. Each real folder and file is read once, under the name without a link if it has
-one, so a link to a parent folder ends nothing and repeats nothing.
+Links are followed. Each real folder and file is read once, so a link to a parent folder causes no
+loop and no duplicates. A name without a link is preferred, unless it has no suffix: the links of a
+cache of blobs have it.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ def matching_files(
         raise ValueError("the pattern must name files below the folder")
     seen: set[str] = set()
     waiting = deque([("", os.path.realpath(root))])  # links at its end: real names come first
-    while waiting:
-        name, real = waiting.popleft()
+    unnamed: deque[tuple[str, str]] = deque()  # files without a suffix: a link may give them one
+    while waiting or unnamed:
+        name, real = (waiting or unnamed).popleft()
         if real in seen:
             continue
         seen.add(real)
@@ -101,6 +103,8 @@ def matching_files(
                     continue
                 if entry.is_symlink():
                     waiting.append((inner, os.path.realpath(entry.path)))
+                elif entry.is_file() and not PurePosixPath(entry.name).suffix:
+                    unnamed.append((inner, os.path.join(real, entry.name)))
                 else:
                     below.append((inner, os.path.join(real, entry.name)))
             waiting.extendleft(reversed(below))

@@ -75,6 +75,11 @@ def json_records(path: Path, reading: Reading, at: At) -> Rows:
         except (ValueError, RecursionError) as error:
             if row == 0 and isinstance(error, UnicodeDecodeError):
                 raise not_text(path.name, head) from None
+            if row == 0 and not isinstance(error, ConfigError):
+                raise NotReadError(
+                    "a .json whose beginning is not JSON; repair it, or exclude it with "
+                    "data.pattern"
+                ) from None
             if row == 0:
                 wanted = f"text in {reading.section}.text_field={reading.text_field}"
                 if reading.data_format != PLAIN:

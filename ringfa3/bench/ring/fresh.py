@@ -97,6 +97,7 @@ def measure_fresh(
             step = Step(case, ring, dtype, device)
             seconds: dict[str, list[float]] = defaultdict(list)
             host: dict[str, list[float]] = defaultdict(list)
+            wrong: str | None = None
             for number in range(WARM_UP_STEPS + pairs):
                 lengths = packing(case.tokens, random.Random(1 + number))
                 begin = time.perf_counter()
@@ -105,14 +106,16 @@ def measure_fresh(
                 host["plan"].append(time.perf_counter() - begin)
                 outs = {}
                 for mode in (FRESH, "second", AGAIN):
-                    step.wait()
                     comm.barrier()
+                    step.wait()  # the barrier runs on the device; `run` has waited for its own work
                     outs[mode], (forward, backward, all_calls) = step.run(plan)
                     host[f"{mode}, forward"].append(forward)
                     host[f"{mode}, backward"].append(backward)
                     seconds[mode].append(all_calls)
-                if not torch.equal(outs[FRESH], outs[AGAIN]):
-                    raise WrongResultError(f"step {number}: {FRESH} and {AGAIN} differ in out")
+                if wrong is None and not torch.equal(outs[FRESH], outs[AGAIN]):
+                    wrong = f"step {number}: {FRESH} and {AGAIN} differ in out"
+            if wrong is not None:  # after the loop, whose barriers the other ranks wait in
+                raise WrongResultError(wrong)
         with raising_on_all_ranks(device, comm):
             again, fresh = (comm.maximum(seconds[mode][WARM_UP_STEPS:]) for mode in MODES)
             row.comparisons[FRESH] = comparison_of(Paired(again, fresh, 1, (0.0, 0.0)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from tests.train.data.chats import (
 from train.config import ConfigError, DataConfig
 from train.data.corpus import find_files, read_documents
 from train.data.encoder import DocumentEncoder, Encoded
+from train.text import chat
 from train.text.chat import ChatTemplate
 
 CONVERSATIONS = {
@@ -178,7 +180,13 @@ def test_a_completion_follows_its_prompt(tokenizer, folder):
         assert np.array(chat.ids)[chat.loss].tolist() == [*of("So."), end]
 
 
-def test_globals_and_filters_are_those_of_transformers(tokenizer):
+def test_globals_and_filters_are_those_of_transformers(tokenizer, monkeypatch):
+    """But for the date: a text has the same tokens on every day."""
+    assert (
+        ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}).render({"messages": TURNS}).text
+        == "26 Jul 2024"
+    )
+    monkeypatch.setattr(chat, "DATE", datetime.now())
     template = (
         "{% for n in [1, 2, 3] %}{% if n == 2 %}{% continue %}{% endif %}{{ n }}{% endfor %}\n"
         "    {% if true %}\n{{ strftime_now('%Y') }}{{ {'b': 'ä<'} | tojson(indent=1) }}\n"

@@ -1,4 +1,4 @@
-"""`python -m ringfa3.hf.verify MODEL`: is a model right under a ring? Prints a verdict.
+"""`python -m ringfa3.hf.verify_model MODEL`: is a model right under a ring? Prints a verdict.
 
 Exit codes: 0 right, 1 wrong, 2 it could not run.
 """
@@ -34,15 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if "RANK" not in os.environ:
         return _start_ranks(options.cp, arguments)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group()
-    rank = dist.get_rank()
+    rank = int(os.environ["RANK"])
     try:
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group()
         found = _verify(options, device)
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # a traceback would end with 1, which means "wrong"
         if rank == 0 or not isinstance(error, TypeError | ValueError):  # these are every rank's
             print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2
@@ -65,7 +65,7 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
         environment = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
         environment |= {name: str(value) for name, value in place.items()}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        command = [sys.executable, "-m", "ringfa3.hf.verify", *arguments]
+        command = [sys.executable, "-m", "ringfa3.hf.verify_model", *arguments]
         running.append(subprocess.Popen(command, env=environment))
     while any(process.poll() is None for process in running):
         if any(process.poll() for process in running):
@@ -74,11 +74,12 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
         time.sleep(0.05)
     for process in running:
         process.kill()
-    return max(abs(process.wait()) for process in running)
+    codes = {process.wait() for process in running}
+    return max(codes) if codes <= {0, 1} else 2  # it could not run, or was killed
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m ringfa3.hf.verify", description=__doc__)
+    parser = argparse.ArgumentParser("python -m ringfa3.hf.verify_model", description=__doc__)
     parser.add_argument("model", help="a folder or name for from_pretrained")
     parser.add_argument("--cp", type=int, default=2, help="ranks, without torchrun; default 2")
     parser.add_argument("--data", type=Path, help="a .jsonl of input_ids, maybe labels; or a text")
@@ -119,6 +120,8 @@ def _documents(options: argparse.Namespace, vocabulary: int) -> list[dict[str, l
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
         texts = options.data.read_text().split("\n\n")
         documents = [{"input_ids": tokenizer(text).input_ids} for text in texts if text.strip()]
+    if any("input_ids" not in document for document in documents):
+        raise ValueError(f"{options.data}: each line needs input_ids, a list of token ids")
     left = options.tokens
     chosen: list[dict[str, list[int]]] = []
     for document in documents:
