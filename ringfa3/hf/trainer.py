@@ -236,12 +236,11 @@ def _refuse(trainer: Any) -> None:
     if getattr(args, "loss_type", "nll") != "nll":
         _reject(f"loss_type={args.loss_type!r}", "allowed is 'nll'")
     held_out = trainer.eval_dataset
-    data = [
-        trainer.train_dataset,
-        *(held_out.values() if isinstance(held_out, dict) else [held_out]),
-    ]
+    held_out = [*held_out.values()] if isinstance(held_out, dict) else [held_out]
     dispatched = getattr(args.accelerator_config, "dispatch_batches", None)
-    streams = any(isinstance(x, torch.utils.data.IterableDataset) for x in data)
+    streams = any(
+        isinstance(x, torch.utils.data.IterableDataset) for x in [trainer.train_dataset, *held_out]
+    )
     if streams and dispatched is not False:
         _reject(
             f"dispatch_batches={dispatched}",

@@ -163,7 +163,7 @@ class ContextPlan(TokenShards):
         """The plan that holds the same tokens on the same ranks, under another mask.
 
         Args:
-            mask: of the same number of queries and keys. The new plan takes its positions from the mask.
+            mask: of the same number of queries and keys. The new plan takes its positions from it.
 
         Returns:
             The same object for an equal mask, alive as long as this plan. Work is balanced for what

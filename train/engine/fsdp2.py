@@ -27,9 +27,10 @@ class FSDP2Engine(Engine):
 
     A tied embedding is gathered with the last norm, in the root unit, for the whole step. Blocks
     and an untied head are gathered in the dtype of matrix products, to which a product rounds its
-    weights anyway. In bfloat16 this also rounds the gains of norms inside blocks. The embedding and the last norm are gathered in float32: no product rounds their
-    rows, and the gradient of the embedding sums over tokens in its dtype. This rank's shards are
-    float32, and so is every reduction.
+    weights anyway. In bfloat16 this also rounds the gains of norms inside blocks. The embedding and
+    the last norm are gathered in float32: no product rounds their rows, and the gradient of the
+    embedding sums over tokens in its dtype. This rank's shards are float32, and so is every
+    reduction.
 
     ``engine.reduce=micro`` reduces the gradients of each micro-batch to shards. Hosts that hold
     replicas add theirs after the last one. With ``step`` a rank holds whole gradients in float32

@@ -53,7 +53,7 @@ def test_each_step_of_fresh_has_a_packing_of_its_own(monkeypatch: pytest.MonkeyP
         return out + (len(plans) > 30) * (len(plans) % 3), seconds
 
     monkeypatch.setattr(fresh.Step, "run", run)
-    case, device = next(iter(RING_SETS["fresh"](1, 256))), torch.device("cpu")
+    case, device = next(iter(RING_SETS["fresh"](1, 64))), torch.device("cpu")
     row = fresh.measure_fresh(case, Ring(Communicator()), torch.bfloat16, device, 10, WallClock())
     assert row.stopped == "wrong: step 10: a fresh plan and the same plan again differ in out"
     assert [id(plan) for plan in plans[::3]] == [id(plan) for plan in plans[2::3]]
