@@ -180,6 +180,20 @@ def test_a_completion_follows_its_prompt(tokenizer, folder):
         assert np.array(chat.ids)[chat.loss].tolist() == [*of("So."), end]
 
 
+def test_a_block_may_begin_before_the_answer_of_a_completion():
+    """The template writes the header of an answer inside the block; the prompt ends after it."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<a>{{ m.content }}"
+        "</a>{% endgeneration %}{% else %}<u>{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    question, answer = ({"role": r, "content": r[0]} for r in ("user", "assistant"))
+    rendered = ChatTemplate(template, {}).render({"prompt": [question], "completion": [answer]})
+    assert [rendered.text[a:b] for a, b in rendered.spans] == ["a</a>"]
+    whole = ChatTemplate(template, {}).render({"messages": [question, answer]})
+    assert [whole.text[a:b] for a, b in whole.spans] == ["<a>a</a>"]
+
+
 def test_globals_and_filters_are_those_of_transformers(tokenizer, monkeypatch):
     """But for the date: a text has the same tokens on every day."""
     assert (

@@ -48,6 +48,19 @@ def test_a_pattern_outside_of_the_folder_is_refused(tree, pattern):
         find_files(DataConfig(path=str(tree), pattern=pattern))
 
 
+def test_a_link_gives_a_blob_its_suffix(tmp_path):
+    """Caches of hubs hold files by hash, and links with their names."""
+    blob = tmp_path / "blobs" / "5f2a"
+    link = tmp_path / "snapshots" / "main" / "train.jsonl"
+    for path in (blob, link):
+        path.parent.mkdir(parents=True)
+    blob.write_text('{"text": "hello"}')
+    link.symlink_to("../../blobs/5f2a")
+    assert found(tmp_path) == (["snapshots/main/train.jsonl"], {})
+    (tmp_path / "LICENSE").write_text("free")
+    assert found(tmp_path)[0] == ["LICENSE", "snapshots/main/train.jsonl"]
+
+
 def test_links_are_followed_and_each_real_file_is_read_once(tree, tmp_path):
     """Also if the link comes first by name, and if it points to a parent, itself or a sibling."""
     outside = tmp_path / "outside"
