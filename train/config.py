@@ -165,8 +165,9 @@ def from_plain(values: dict[str, Any]) -> Config:
 
     Keys of earlier versions get their new names. A RoPE factor without a type means Llama 3's type,
     the only one of earlier versions. Data without ``eos_token`` means documents without one, and a
-    run without ``train.compile`` uncompiled blocks. Raises ``ConfigError`` for values that no
-    ``Config`` can have, such as a key of a later version.
+    run without ``train.compile`` uncompiled blocks; without ``engine.reduce`` fsdp2 reduced once a
+    step. Raises ``ConfigError`` for values that no ``Config`` can have, such as a key of a later
+    version.
     """
     if not isinstance(values, dict):
         raise ConfigError("the sections of a config are missing")
@@ -177,6 +178,8 @@ def from_plain(values: dict[str, Any]) -> Config:
     values = with_new_names(values)
     if "train" in values:
         values = values | {"train": {"compile": "none"} | values["train"]}
+    if values.get("engine", {}).get("name") == "fsdp2":
+        values = values | {"engine": {"reduce": "step"} | values["engine"]}
     if "data" in values:
         values = values | {"data": {"eos_token": NO_EOS} | values["data"]}
     rope = values.get("model", {}).get("rope")

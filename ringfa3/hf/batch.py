@@ -124,7 +124,11 @@ def _documents(inputs: Mapping[str, Any]) -> tuple[list[int], torch.Tensor | Non
     shown = None if mask is None else mask.cpu() != 0
     packed = None if positions is None else positions.cpu()
     found = documents_of(batch, tokens, tokens, True, shown, packed, 1)
-    ends = found.cu_q if found is not None else torch.arange(batch + 1) * tokens
+    ends = (
+        found.cu_q
+        if found is not None
+        else torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int64, device="cpu")
+    )
     ends = torch.unique(ends)
     if shown is None or bool(shown.all()):
         return ends.tolist(), None

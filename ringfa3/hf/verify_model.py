@@ -110,7 +110,10 @@ def _verify(options: argparse.Namespace, device: torch.device) -> Verification:
 def _documents(options: argparse.Namespace, vocabulary: int) -> list[dict[str, list[int]]]:
     """Documents of --data, at most --tokens; or random ones."""
     if options.data is None:
-        ids = [torch.randint(0, vocabulary, (n,)).tolist() for n in RANDOM_DOCUMENTS]
+        ids = [
+            torch.randint(0, vocabulary, (n,), dtype=torch.int64, device="cpu").tolist()
+            for n in RANDOM_DOCUMENTS
+        ]
         documents = [{"input_ids": x} for x in ids]
     elif options.data.suffix == ".jsonl":
         documents = [json.loads(line) for line in options.data.read_text().splitlines() if line]
@@ -144,7 +147,10 @@ def _packed(documents: list[dict[str, list[int]]], device: torch.device) -> dict
     ]
     positions = [i for document in documents for i in range(len(document["input_ids"]))]
     named = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    return {name: torch.tensor([values], device=device) for name, values in named.items()}
+    return {
+        name: torch.tensor([values], dtype=torch.int64, device=device)
+        for name, values in named.items()
+    }
 
 
 def _report(found: Verification, options: argparse.Namespace) -> None:

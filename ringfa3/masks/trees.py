@@ -98,7 +98,7 @@ def fold(
         sums[rows[i][:-1]] += factors[i][1:]
     return Folded(
         torch.from_numpy(tokens),
-        torch.tensor(mask.positions),
+        torch.from_numpy(mask.positions.copy()),
         torch.from_numpy(labels),
         torch.from_numpy(sums),
         mask,

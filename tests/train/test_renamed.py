@@ -25,7 +25,7 @@ def test_stored_settings_of_earlier_versions_are_read():
     config = from_plain(stored)
     assert (config.train.global_batch_size, config.train.gradient_accumulation_steps) == (8, 1)
     assert (config.data.max_doc_len, config.memory.recompute) == (77, "full")
-    assert config.engine == EngineConfig("fsdp2", shard="hsdp")
+    assert config.engine == EngineConfig("fsdp2", shard="hsdp", reduce="step")
     assert json.dumps(stored) == before
     assert from_plain(dataclasses.asdict(config)) == config
 

@@ -39,7 +39,7 @@ TIMEOUT_S = 77.0  # of the groups that an engine makes
 STEPS = 12
 SPOILED = 4  # this step is skipped
 DDP = EngineConfig()
-FSDP2 = EngineConfig("fsdp2", shard="all")
+FSDP2 = EngineConfig("fsdp2", shard="all", reduce="micro")
 ZERO = {f"zero-{n}": EngineConfig("deepspeed", stage=n, offload="none") for n in (1, 2, 3)}
 OFFLOADED = {
     f"zero-{n} {what}": EngineConfig("deepspeed", stage=n, offload=what)
