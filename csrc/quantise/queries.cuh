@@ -1,5 +1,5 @@
-// Q in 8 bits: rotated, with a scale for each row and head. For the backward the kernel writes these
-// numbers times their scales, in bfloat16.
+// Q in 8 bits: rotated, with a scale for each row and head. For the backward the kernel writes
+// these numbers times their scales, in bfloat16.
 #pragma once
 
 #include "hopper/launch.cuh"
