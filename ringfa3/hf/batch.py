@@ -19,9 +19,8 @@ from ringfa3.ring.prepare_call import default_group
 
 IGNORED = -100  # the label of a token without loss, as in transformers
 TENSORS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
-# What collators add for other attention implementations. Ignored: position_ids have the
-# same documents.
-REPEATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+LENGTHS = "cu_seq_lens_q"  # documents, for other attention implementations
+REPEATED = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # the same documents again
 PASSED = ("num_items_in_batch", "use_cache")  # not of the batch
 
 
@@ -44,15 +43,15 @@ def shard_batch(inputs: Mapping[str, Any], group: dist.ProcessGroup | None = Non
     """This rank's part of a batch, of which every rank of the group holds all.
 
     Documents are those that transformers reads from the batch: rows, packed `position_ids` that
-    begin again, and what `attention_mask` shows of a row. Padding is dropped. A label belongs to
-    the token before it in its row, as in transformers.
+    begin again, `cu_seq_lens_q`, and what `attention_mask` shows of a row. Padding is dropped. A
+    label belongs to the token before it in its row, as in transformers.
 
     The loss of a rank is its share: divide the sum over its labels by `num_labels`, and sum losses
     and gradients over the group. A model does so with `num_items_in_batch=num_labels`.
 
     Args:
         inputs: input_ids (b, s); labels or shift_labels (b, s); maybe attention_mask (b, s), not
-            0 for tokens, and position_ids (b or 1, s).
+            0 for tokens, position_ids (b or 1, s), and cu_seq_lens_q (n + 1,).
         group: the CP group; default the default group.
 
     Raises:
@@ -74,7 +73,7 @@ def shard_batch(inputs: Mapping[str, Any], group: dist.ProcessGroup | None = Non
 
 
 def _given(inputs: Mapping[str, Any]) -> list[str]:
-    return [name for name in TENSORS if inputs.get(name) is not None]
+    return [name for name in (*TENSORS, LENGTHS) if inputs.get(name) is not None]
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -85,7 +84,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 def _check(inputs: Mapping[str, Any]) -> None:
     """Raises ValueError: an entry that the ring would ignore, or that is no tensor of tokens."""
-    allowed = {*TENSORS, *REPEATED, *PASSED}
+    allowed = {*TENSORS, LENGTHS, *REPEATED, *PASSED}
     unknown = [name for name, value in inputs.items() if name not in allowed and value is not None]
     if unknown:
         raise ValueError(
@@ -97,8 +96,12 @@ def _check(inputs: Mapping[str, Any]) -> None:
         raise ValueError(f"input_ids must be a (batch, tokens) tensor, not {_shape(ids)}")
     if inputs.get("labels") is None and inputs.get("shift_labels") is None:
         raise ValueError("labels are missing: a training batch has labels or shift_labels")
+    if inputs.get("seq_idx") is not None and not {"position_ids", LENGTHS} & {*_given(inputs)}:
+        raise ValueError(f"seq_idx alone has the documents: give position_ids or {LENGTHS} too")
     for name in _given(inputs):
         x = inputs[name]
+        if name == LENGTHS:
+            continue
         rows = (ids.shape[0], 1) if name == "position_ids" else (ids.shape[0],)
         if not isinstance(x, torch.Tensor) or x.shape not in [(n, ids.shape[1]) for n in rows]:
             raise ValueError(
@@ -124,12 +127,19 @@ def _documents(inputs: Mapping[str, Any]) -> tuple[list[int], torch.Tensor | Non
     shown = None if mask is None else mask.cpu() != 0
     packed = None if positions is None else positions.cpu()
     found = documents_of(batch, tokens, tokens, True, shown, packed, 1)
-    ends = (
-        found.cu_q
-        if found is not None
-        else torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int64, device="cpu")
-    )
-    ends = torch.unique(ends)
+    if found is not None:
+        ends = torch.unique(found.cu_q)
+    else:
+        ends = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int64, device="cpu")
+    if (lengths := inputs.get(LENGTHS)) is not None:
+        given = torch.unique(lengths.cpu().long())
+        if positions is None and mask is None and given[[0, -1]].tolist() == [0, ids.numel()]:
+            ends = given
+        if not torch.equal(given, ends):
+            raise ValueError(
+                f"{LENGTHS} has documents at {given[:4].tolist()} ..., the rest of the batch at "
+                f"{ends[:4].tolist()} ...: give the same documents"
+            )
     if shown is None or bool(shown.all()):
         return ends.tolist(), None
     shown = shown.flatten()

@@ -22,6 +22,8 @@ from ringfa3.hf.batch import shard_batch
 from ringfa3.hf.registration import NAME, register
 
 CP = "cp"  # the dimension of the device mesh, as accelerate names it
+# Whose `compute_loss` is a sum over tokens.
+LOSSES = ("transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer")
 
 
 class ContextParallel(ParallelismConfig):  # type: ignore[misc]
@@ -102,9 +104,6 @@ def context_parallel(trainer_class: type) -> type:
             "override compute_loss"
         )
     return type(f"ContextParallel{trainer_class.__name__}", (_ContextParallel, trainer_class), {})
-
-
-LOSSES = ("transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer")
 
 
 class _ContextParallel:
@@ -249,7 +248,7 @@ def _refuse(trainer: Any) -> None:
         )
     peft = getattr(model, "active_peft_config", None)
     if peft is not None and getattr(peft, "is_prompt_learning", False):
-        _reject(f"peft type {peft.peft_type}", "prompt tokens would be added to each rank's tokens")
+        _reject(f"peft_type={peft.peft_type}", "each rank would add the prompt's tokens to its own")
     for name, wrong, reason in (
         ("label_smoothing_factor", args.label_smoothing_factor, "pass 0"),
         ("compute_loss_func", trainer.compute_loss_func, "it would get this rank's logits alone"),
@@ -262,6 +261,3 @@ def _refuse(trainer: Any) -> None:
     ):
         if wrong:
             _reject(f"{name}={wrong}" if isinstance(wrong, str | int | float) else name, reason)
-
-
-__all__ = ["ContextParallel", "context_parallel"]

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _start_ranks(ranks: int, arguments: list[str]) -> int:
-    """Run this program on `ranks` processes of this host; the largest of their exit codes."""
+    """Run this program on `ranks` processes of this host. The exit code of all."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,7 +69,7 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
         running.append(subprocess.Popen(command, env=environment))
     while any(process.poll() is None for process in running):
         if any(process.poll() for process in running):
-            time.sleep(GRACE_S)  # the others may be about to say the same
+            time.sleep(GRACE_S)  # the others may be about to end, too
             break
         time.sleep(0.05)
     for process in running:
@@ -133,7 +133,8 @@ def _documents(options: argparse.Namespace, vocabulary: int) -> list[dict[str, l
             chosen.append(cut)
         left -= len(cut["input_ids"])
     if not chosen:
-        raise ValueError(f"{options.data} has no documents")
+        source = options.data or "the random batch"
+        raise ValueError(f"{source} has no documents within --tokens {options.tokens}")
     return chosen
 
 

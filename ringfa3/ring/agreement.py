@@ -23,8 +23,8 @@ from ringfa3.ring.store_monitor import PERIOD_S, entry_key, join_request_key
 from ringfa3.threads import JOIN_S
 
 MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
-# Between two looks for the entries of all ranks. The first pause grows with the ranks, whose looks
-# and keys load the same host: 10 us of it a look with 8 keys, 80 with 256.
+# Pauses between two looks for the entries of all ranks: the first one for each rank, the longest.
+# All ranks ask one host, which takes 10 us to look for 8 keys and 80 us for 256.
 POLL_S, LONGEST_POLL_S = 25e-6, 0.005
 ASK_S = 0.1  # that a rank without trouble waits before it asks others to join
 BEFORE = "settings check before a ring call"
@@ -146,12 +146,12 @@ class Agreements:
     def _all_set(self, keys: list[str], seconds: float) -> bool:
         """Whether the keys are set in time. `Store.wait` would log its timeout as a warning."""
         deadline = time.monotonic() + seconds
-        pause = POLL_S * len(self._ranks)
+        pause = min(POLL_S * len(self._ranks), LONGEST_POLL_S)
         while not self.store.check(keys):
             if time.monotonic() > deadline or self._lost():
                 return False
-            time.sleep(min(pause, LONGEST_POLL_S))
-            pause *= 2
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_S)
         return True
 
     def _absent(self, keys: list[str]) -> str:

@@ -42,6 +42,18 @@ def test_packed_positions_begin_documents() -> None:
     assert plan.lengths.tolist() == [2, 1, 3, 6]
 
 
+def test_cumulative_lengths_begin_documents() -> None:
+    """As for flash attention in transformers; also of documents that position_ids do not have."""
+    lengths = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
+    repeated = {"cu_seq_lens_k": lengths, "max_length_q": 7, "seq_idx": IDS}
+    _, plan, _ = shard_batch(batch(cu_seq_lens_q=lengths, **repeated))
+    assert plan.lengths.tolist() == [4, 1, 7]
+    positions = torch.tensor([[0, 1, 0, 0, 1, 2]])
+    lengths = torch.tensor([0, 2, 3, 6, 8, 9, 12])
+    _, plan, _ = shard_batch(batch(cu_seq_lens_q=lengths, position_ids=positions))
+    assert plan.lengths.tolist() == [2, 1, 3, 2, 1, 3]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_dropped(side: str) -> None:
     mask, labels = torch.ones(2, 6, dtype=torch.long), LABELS.clone()
@@ -70,6 +82,19 @@ def test_shift_labels_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
+        ({"seq_idx": IDS}, "seq_idx alone has the documents: give position_ids or cu_seq_lens_q"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 5])},
+            r"cu_seq_lens_q has documents at \[0, 5\] \.\.\., the",
+        ),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 5, 12]), "position_ids": torch.arange(6)[None]},
+            r"documents at \[0, 5, 12\] \.\.\., the rest of the batch at \[0, 6, 12\]",
+        ),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 12]), "attention_mask": torch.ones(2, 6)},
+            r"documents at \[0, 12\] \.\.\., the rest of the batch at \[0, 6, 12\]",
+        ),
         ({"token_type_ids": IDS}, "token_type_ids: a batch under a ring has input_ids, labels"),
         ({"pixel_values": IDS, "mm": 1}, "pixel_values, mm: a batch under a ring"),
         ({"input_ids": IDS[0]}, r"input_ids must be a \(batch, tokens\) tensor, not shape \(6,\)"),

@@ -7,13 +7,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from accelerate import ParallelismConfig
 
 import ringfa3.hf
-from ringfa3.hf.trainer import ContextParallel
+from ringfa3.hf.trainer import ContextParallel, _refuse
+from tests.support.hf_models import model_of
 from tests.support.hf_trainers import Case, Outcome, run
 from tests.support.markdown import ROOT
 
@@ -25,6 +29,7 @@ CASES = {
     "gemma3 padded": Case("gemma3", collator="left"),
     "gpt-oss": Case("gpt-oss", "ringfa3"),  # its own attention joins packed documents
     "qwen3-moe": Case("qwen3-moe"),
+    "loop": Case("gemma3", collator="loop"),
     "SFT": Case("llama", collator="packing", options={"max_grad_norm": 0.1}),
     "SFT padding-free": Case("gpt-oss", "ringfa3", "padding_free", {"router_aux_loss_coef": 0.0}),
 }
@@ -53,13 +58,15 @@ def assert_alike(folder: Path, name: str, world: int, dp: int = 1) -> None:
     """Gradients of all steps, and all figures of training and evaluation except times."""
     ring, stock = outcome(folder, name, world), outcome(folder, name, dp)
     assert "error" not in ring, ring["error"]
-    assert len(ring["grads"]) == len(stock["grads"]) == 2
+    steps = 3 if name == "loop" else 2
+    assert len(ring["grads"]) == len(stock["grads"]) == steps
     for ours, theirs in zip(ring["grads"], stock["grads"], strict=True):
         floor = FLOOR * max(float(g.abs().max()) for g in theirs.values())
         for parameter, right in theirs.items():
             difference = float((ours[parameter] - right).abs().max())
             assert difference <= BOUND * max(float(right.abs().max()), floor), (name, parameter)
-    assert len(ring["logs"]) == len(stock["logs"]) == 5  # two steps, two evaluations, the end
+    lines = 0 if name == "loop" else 5  # two steps, two evaluations, the end
+    assert len(ring["logs"]) == len(stock["logs"]) == lines
     for found, expected in zip(ring["logs"], stock["logs"], strict=True):
         timeless = [k for k in expected if not k.endswith(("runtime", "_second"))]
         assert {k: found[k] for k in timeless} == pytest.approx(
@@ -106,6 +113,79 @@ def test_trainers_with_a_loss_of_their_own_are_refused() -> None:
     made = ringfa3.hf.context_parallel(Logged)
     assert issubclass(made, Logged)
     assert made.__name__ == "ContextParallelLogged"
+
+
+def _trainer(**changes: Any) -> SimpleNamespace:
+    """What `_refuse` reads of a trainer that is right, with changes: `args_x` changes `args.x`."""
+    args = SimpleNamespace(
+        world_size=2, label_smoothing_factor=0.0, torch_compile=False, use_liger_kernel=False,
+        auto_find_batch_size=False, deepspeed=None, n_gpu=1, loss_type="nll",
+        accelerator_config=SimpleNamespace(dispatch_batches=None),
+    )  # fmt: skip
+    model = model_of("llama", "ringfa3")
+    trainer = SimpleNamespace(
+        args=args, model=model, accelerator=SimpleNamespace(parallelism_config=ContextParallel(2)),
+        model_accepts_loss_kwargs=True, train_dataset=[], eval_dataset=None,
+        compute_loss_func=None, compute_metrics=None, get_cp_size=lambda: 2,
+    )  # fmt: skip
+    for name, value in changes.items():
+        owner = args if name.startswith("args_") else trainer
+        setattr(owner, name.removeprefix("args_"), value)
+    return trainer
+
+
+class _Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+DISPATCH = SimpleNamespace(dispatch_batches=False)
+PROMPT = SimpleNamespace(
+    config=model_of("llama", "ringfa3").config,
+    active_peft_config=SimpleNamespace(is_prompt_learning=True, peft_type="PREFIX_TUNING"),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"eval_dataset": {"a": [], "b": []}}, None),
+        ({"train_dataset": _Stream(), "args_accelerator_config": DISPATCH}, None),
+        ({"train_dataset": _Stream()}, "dispatch_batches=None under a ring: .* pass accelerator_"),
+        ({"eval_dataset": _Stream()}, "dispatch_batches=None"),
+        ({"eval_dataset": {"a": [], "b": _Stream()}}, "dispatch_batches=None"),
+        ({"model": model_of("llama", "sdpa")}, "attn_implementation='sdpa' under a ring: load the"),
+        ({"model": PROMPT}, "peft_type=PREFIX_TUNING"),
+        ({"model_accepts_loss_kwargs": False}, "LlamaForCausalLM under a ring: its forward takes"),
+        (
+            {"accelerator": SimpleNamespace(parallelism_config=ParallelismConfig())},
+            r"pass ringfa3\.hf\.ContextParallel\(n\)",
+        ),
+        ({"args_world_size": 1}, "world_size=1 under a ring: the trainer is not distributed"),
+        ({"aux_loss_enabled": True, "router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1"),
+        ({"args_loss_type": "dft"}, "loss_type='dft'"),
+        ({"args_label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+        ({"compute_loss_func": print}, "compute_loss_func under a ring: .* logits alone"),
+        ({"compute_metrics": print}, "compute_metrics under a ring: .* logits alone"),
+        ({"args_torch_compile": True}, "torch_compile=True"),
+        ({"args_use_liger_kernel": True}, "use_liger_kernel=True"),
+        ({"args_auto_find_batch_size": True}, "auto_find_batch_size=True"),
+        (
+            {"args_deepspeed": "zero3.json"},
+            "deepspeed=zero3.json under a ring: .* use DDP or FSDP2",
+        ),
+        ({"args_n_gpu": 2}, "n_gpu=2 under a ring: start one process for each GPU"),
+    ],
+)
+def test_settings_that_are_not_right_are_named(
+    changes: dict[str, Any], problem: str | None
+) -> None:
+    if problem is None:
+        _refuse(_trainer(**changes))
+        return
+    with pytest.raises(ValueError, match=problem):
+        _refuse(_trainer(**changes))
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", None])

@@ -180,7 +180,10 @@ def test_the_command_prints_a_verdict(ranks: Ranks, tmp_path: Path) -> None:
     )  # fmt: skip
     data.write_text("")
     (code, printed), *_ = ranks.run(4, _command, *arguments)
-    assert (code, printed) == (2, f"rank 0: ValueError: {data} has no documents\n")
+    assert (code, printed) == (
+        2,
+        f"rank 0: ValueError: {data} has no documents within --tokens 512\n",
+    )
 
 
 class _Process:

@@ -30,8 +30,8 @@ class Case:
 
     model      a name of `hf_models`
     attention  of the stock trainer; "eager" where transformers' own separates packed documents
-    collator   "flattening" (packed), "left" or "right" (padded), "unequal" (between ranks); or of
-               TRL: "packing", "padding_free"
+    collator   "flattening" (packed), "left" or "right" (padded), "unequal" (between ranks);
+               "packing" or "padding_free", of TRL; "loop": a loop with accelerate alone, packed
     options    of the arguments of the trainer
     dp         CP groups
     worlds     numbers of processes; with `dp` of them it is the stock trainer, under DDP
@@ -114,6 +114,8 @@ def train(case: Case, world: int) -> Outcome:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     grads: list[dict[str, torch.Tensor]] = []
+    if case.collator == "loop":
+        return {"grads": run_loop(case, world), "logs": []}
     with tempfile.TemporaryDirectory() as folder:
         try:
             trainer = make_trainer(case, world, folder, grads)
@@ -123,14 +125,59 @@ def train(case: Case, world: int) -> Outcome:
     return {"grads": grads, "logs": trainer.state.log_history}
 
 
-def make_trainer(case: Case, world: int, folder: str, grads: list[dict[str, torch.Tensor]]) -> Any:
-    """A trainer that appends the gradients of each step to `grads`."""
+def run_loop(case: Case, world: int) -> list[dict[str, torch.Tensor]]:
+    """The gradients of each step of docs/huggingface.md's loop with accelerate."""
+    import accelerate
+    import transformers
+
+    import ringfa3.hf
+
+    cp = world // case.dp
+    parallelism = {"parallelism_config": ringfa3.hf.ContextParallel(cp)} if cp > 1 else {}
+    accelerator = accelerate.Accelerator(cpu=True, **parallelism)
+    model = make_model(case, cp > 1)
+    collator = transformers.DataCollatorWithFlattening()
+    loader = torch.utils.data.DataLoader(rows(9, 0), 3, collate_fn=collator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    grads = []
+    for batch in loader:
+        if cp > 1:
+            group = accelerator.torch_device_mesh["cp"].get_group()
+            inputs, _, num_labels = ringfa3.hf.shard_batch(batch, group)
+            loss = model(**inputs, num_items_in_batch=num_labels).loss * cp
+        else:
+            loss = model(**batch).loss
+        accelerator.backward(loss)
+        bare = accelerator.unwrap_model(model)
+        grads.append({name: _whole(p) for name, p in bare.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return grads
+
+
+def make_model(case: Case, ring: bool) -> Any:
+    """A random model, the same on every rank."""
     import transformers
 
     import ringfa3.hf
     from tests.support.hf_models import EXPERTS, config_of
 
     ringfa3.hf.register()
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(
+        config_of(case.model, initializer_range=0.15, use_cache=False),
+        attn_implementation="ringfa3" if ring else case.attention,
+        **EXPERTS,
+    )
+
+
+def make_trainer(case: Case, world: int, folder: str, grads: list[dict[str, torch.Tensor]]) -> Any:
+    """A trainer that appends the gradients of each step to `grads`."""
+    import transformers
+
+    import ringfa3.hf
+
     cp = world // case.dp
     ring = cp > 1
     settings: dict[str, Any] = {
@@ -154,12 +201,7 @@ def make_trainer(case: Case, world: int, folder: str, grads: list[dict[str, torc
     }
     if ring:
         settings["parallelism_config"] = ringfa3.hf.ContextParallel(cp)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config_of(case.model, initializer_range=0.15, use_cache=False),
-        attn_implementation="ringfa3" if ring else case.attention,
-        **EXPERTS,
-    )
+    model = make_model(case, ring)
 
     class Spy(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:

@@ -155,6 +155,12 @@ def _fresh(rows: list[RingRow]) -> str:
     return f"{' / '.join(rows[0].implementations)}: {'; '.join(texts)}"
 
 
+def host_microseconds(row: RingRow, name: str) -> tuple[str, ...]:
+    """Of a forward and a backward of a row of `FRESH`, on the rank with most."""
+    host = (row.host[f"{name}, {direction}"] for direction in ("forward", "backward"))
+    return tuple(f"{1e6 * max(seconds):.0f}" for seconds in host)
+
+
 def _each(values: Iterable[object]) -> str:
     return " / ".join(map(str, values))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.markup import escape
 from rich.table import Table
@@ -11,7 +11,7 @@ from ringfa3.bench.common.cases import FORWARD
 from ringfa3.bench.common.results import Comparison, Results, RingRow
 from ringfa3.bench.common.table import caption, figure, ratio, stopped
 from ringfa3.bench.ring.cases import CHECKPOINT, FRESH, HOST, MEMORY, STEPS
-from ringfa3.bench.ring.summary import MIB, ring_rows
+from ringfa3.bench.ring.summary import MIB, host_microseconds, ring_rows
 
 
 def ring_tables(results: Results) -> Iterator[Table]:
@@ -131,16 +131,7 @@ def _checkpoint(results: Results, rows: list[RingRow]) -> Table:
     for column in ("GPUs", "case", "attention", "ms", "ratio [95% interval]", *rings, "MiB"):
         left = column in ("case", "attention")
         table.add_column(column, justify="left" if left else "right")
-    for row in rows:
-        table.add_section()
-        if row.stopped:
-            table.add_row(str(row.world), row.label, f"[red]{escape(row.stopped)}[/red]")
-            continue
-        for name in row.implementations:
-            speedup = ratio(row.comparisons[name]) if name in row.comparisons else ""
-            cells = (figure(row.milliseconds(name)), speedup, *map(str, row.rings[name]))
-            table.add_row(str(row.world), row.label, name, *cells, _used(row, name))
-    return table
+    return _with_lines(table, rows, lambda row, name: (*row.rings[name], _used(row, name)))
 
 
 def _fresh(results: Results, rows: list[RingRow]) -> Table:
@@ -152,16 +143,22 @@ def _fresh(results: Results, rows: list[RingRow]) -> Table:
     )
     for column in ("GPUs", "case", "plan", "ms", "ratio [95% interval]", "forward", "backward"):
         table.add_column(column, justify="left" if column in ("case", "plan") else "right")
+    return _with_lines(table, rows, host_microseconds)
+
+
+def _with_lines(
+    table: Table, rows: list[RingRow], cells: Callable[[RingRow, str], tuple[object, ...]]
+) -> Table:
+    """The table with a line for each implementation of a row: its time, ratio and `cells`."""
     for row in rows:
         table.add_section()
         if row.stopped:
             table.add_row(str(row.world), row.label, f"[red]{escape(row.stopped)}[/red]")
             continue
         for name in row.implementations:
-            slowdown = ratio(row.comparisons[name]) if name in row.comparisons else ""
-            host = (f"{1e6 * max(row.host[f'{name}, {d}']):.0f}" for d in ("forward", "backward"))
-            cells = (name, figure(row.milliseconds(name)), slowdown, *host)
-            table.add_row(str(row.world), row.label, *cells)
+            against = ratio(row.comparisons[name]) if name in row.comparisons else ""
+            line = row.world, row.label, name, figure(row.milliseconds(name)), against
+            table.add_row(*map(str, (*line, *cells(row, name))))
     return table
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from ringfa3.bench.common.results import Results, RingRow
 from ringfa3.bench.common.table import figure
 from ringfa3.bench.ring.cases import CHECKPOINT, ERROR, FRESH, HOST, MEMORY
-from ringfa3.bench.ring.summary import MIB, ring_rows
+from ringfa3.bench.ring.summary import MIB, host_microseconds, ring_rows
 from ringfa3.bench.tables.markdown import peer, ratio, speed, table
 
 
@@ -100,18 +100,12 @@ def _checkpoint(rows: list[RingRow]) -> Iterator[str]:
     yield f"Rows have a block's forward and backward. Above 1, `{first}` is faster. MiB count"
     yield "tensors beyond the inputs at the peak, and in brackets between forward and backward."
     yield ""
-    cells = []
-    for row in rows:
-        if row.stopped:
-            cells.append([str(row.world), row.label, *_instead(row, 5)])
-            continue
-        for name in row.implementations:
-            forward, backward = row.rings[name]
-            speedup = ratio(row.comparisons[name]) if name in row.comparisons else ""
-            cells.append([str(row.world), row.label, name, figure(row.milliseconds(name)), speedup])
-            cells[-1] += [f"{forward}, {backward}", _mib(row, name)]
+
+    def more(row: RingRow, name: str) -> tuple[str, ...]:
+        return ", ".join(map(str, row.rings[name])), _mib(row, name)
+
     columns = ["GPUs", "case", "attention", "ms", f"{first}: ratio [95%]", "rings fwd, bwd", "MiB"]
-    yield from table(columns, cells, 3)
+    yield from _lines(columns, rows, more)
 
 
 def _fresh(rows: list[RingRow]) -> Iterator[str]:
@@ -119,17 +113,23 @@ def _fresh(rows: list[RingRow]) -> Iterator[str]:
     yield "the time of a fresh plan over that of the same plan again. The last columns have the"
     yield "microseconds of the host to start a call, on the rank with most."
     yield ""
+    columns = ["GPUs", "case", "plan", "ms", "ratio [95%]", "forward, µs", "backward, µs"]
+    yield from _lines(columns, rows, host_microseconds)
+
+
+def _lines(
+    columns: list[str], rows: list[RingRow], more: Callable[[RingRow, str], tuple[str, ...]]
+) -> Iterator[str]:
+    """A table with a line for each implementation of a row: its time, ratio and `more` cells."""
     cells = []
     for row in rows:
         if row.stopped:
-            cells.append([str(row.world), row.label, *_instead(row, 5)])
+            cells.append([str(row.world), row.label, *_instead(row, len(columns) - 2)])
             continue
         for name in row.implementations:
-            slowdown = ratio(row.comparisons[name]) if name in row.comparisons else ""
-            host = [f"{1e6 * max(row.host[f'{name}, {d}']):.0f}" for d in ("forward", "backward")]
-            times = [figure(row.milliseconds(name)), slowdown, *host]
-            cells.append([str(row.world), row.label, name, *times])
-    columns = ["GPUs", "case", "plan", "ms", "ratio [95%]", "forward, µs", "backward, µs"]
+            against = ratio(row.comparisons[name]) if name in row.comparisons else ""
+            line = [str(row.world), row.label, name, figure(row.milliseconds(name)), against]
+            cells.append([*line, *more(row, name)])
     yield from table(columns, cells, 3)
 
 
