@@ -80,12 +80,8 @@ def test_a_reduction_of_every_micro_batch_saves_whole_gradients(arguments, tmp_p
     found = {}
     for reduce in ("micro", "step"):
         keys = ["engine=fsdp2", f"engine.reduce={reduce}", "memory=recompute", "train.steps=3"]
-        keys += [
-            "model=1b",
-            "data.seq_len=8192",
-            "train.gradient_accumulation_steps=2",
-            "train.compile=none",
-        ]
+        keys += ["train.gradient_accumulation_steps=2", "train.compile=none"]
+        keys += ["model=1b", "data.seq_len=8192"]
         run(tmp_path / reduce, *arguments, *keys)
         found[reduce] = memory_of(tmp_path / reduce)
     assert found["step"] - found["micro"] == pytest.approx(4 * 1.24e9 / 2, rel=0.2)
@@ -95,13 +91,8 @@ def test_a_reduction_of_every_micro_batch_saves_whole_gradients(arguments, tmp_p
 @pytest.mark.parametrize("layers", ["null", "2"])
 def test_memory_is_predicted(arguments, tmp_path, compile, layers):
     """4 layers of model=8b at 32k tokens a sample, fsdp2: within 10% of the driver's count."""
-    keys = [
-        "model=8b",
-        "model.n_layers=4",
-        "data.seq_len=32768",
-        "engine=fsdp2",
-        "memory=recompute",
-    ]
+    keys = ["model=8b", "model.n_layers=4", "data.seq_len=32768"]
+    keys += ["engine=fsdp2", "memory=recompute"]
     keys += [f"memory.recompute_layers={layers}", f"train.compile={compile}", "train.steps=3"]
     keys += ["train.residual=bfloat16", "train.gradient_accumulation_steps=1", "memory.force=true"]
     run(tmp_path / "run", *arguments, *keys)
