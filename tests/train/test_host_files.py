@@ -115,7 +115,7 @@ def test_a_full_disk_is_named(temporary):
 
 
 @pytest.mark.parametrize(
-    "ask", [lambda: once("a", lambda: "result"), lambda: shared_array("a", 1, lambda: [])]
+    "ask", [lambda: once("a", lambda: "result"), lambda: shared_array("a", 1, list)]
 )
 def test_a_lock_that_cannot_be_made_is_named(temporary, monkeypatch, ask):
     """Also a host without any folder for temporary files."""

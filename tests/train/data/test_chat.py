@@ -288,7 +288,7 @@ def test_the_template_is_found_as_transformers_finds_it(folder, tokenizer):
         encoded(data, {"messages": TURNS})
     for content in ("{", "[]", '{"chat_template": [{"template": "x"}]}'):
         (folder / "tokenizer_config.json").write_text(content)
-        with pytest.raises(ConfigError, match=r"tokenizer_config\.json: .*data\.chat_template=PATH"):
+        with pytest.raises(ConfigError, match=r"_config\.json: .*data\.chat_template=PATH"):
             encoded(data, {"messages": TURNS})
     (folder / "chat_template.jinja").write_bytes(b"caf\xe9")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja: .*data\.chat_template=PATH"):
