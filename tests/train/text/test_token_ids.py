@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,20 @@ def test_megatron_sequences_are_found_by_their_pointers(tmp_path, reading, encod
     )
     path.with_suffix(".idx").rename(tmp_path / "A.IDX")
     assert texts_of(path, reading) == EXPECTED
+
+
+def test_a_large_index_is_read_in_place(tmp_path, tokenizer):
+    """Neither a document nor a sequence of it takes memory."""
+    count = 200_000
+    path = write_megatron(tmp_path / "a.bin", [[]] * count, range(count + 1))
+    tracemalloc.start()
+    try:
+        documents = token_ids.megatron_documents(path)
+        assert len(next(documents)) == 0
+        assert tracemalloc.get_traced_memory()[1] < 12 * count
+    finally:
+        tracemalloc.stop()
+    assert sum(1 for _ in documents) == count - 1
 
 
 @pytest.mark.parametrize(
