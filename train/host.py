@@ -1,4 +1,4 @@
-"""Work that one process of a host does for all of a user: checks, and arrays that all map.
+"""Work that one process of a host does for all processes of a user: checks, and shared arrays.
 
 The files lie in the folder for temporary files, which is that of one host. The operating system
 releases the lock of a process that dies, and another process then does the work.
@@ -26,11 +26,11 @@ UNUSED_S = 3600.0  # a process that has mapped an array still has it after its r
 
 
 def once(names: Any, work: Callable[[], str]) -> str:
-    """The result of ``work``; of those who wait for it at the same time, one does it.
+    """The result of ``work``, which one of the processes does that ask at the same time.
 
-    ``names``, JSON, identify it. A result is used by processes that asked before it was complete,
-    and by no later one: what it depends on may have changed. Raises what ``work`` raises, and
-    ``ConfigError`` if the disk has no room.
+    ``names``, JSON, identify it. Processes that ask after it is complete do it again: what it
+    depends on may have changed. Raises what ``work`` raises, and ``ConfigError`` if the folder for
+    temporary files is unusable.
     """
     asked, path = time.time(), _path(names, ".json")
     with _writable(path):
@@ -51,9 +51,10 @@ def once(names: Any, work: Callable[[], str]) -> str:
 def shared_array(
     names: Any, width: int, rows: Callable[[], Iterable[NDArray[np.int64]]]
 ) -> NDArray[np.int64]:
-    """The array (n, width) int64 of all ``rows``, n > 0, read only, in memory that all share.
+    """The array (n, width) int64 of all ``rows``, n > 0, read only, in memory that processes share.
 
-    ``names``, JSON, identify its content. Raises ``ConfigError`` if the disk has no room.
+    ``names``, JSON, identify its content. Raises ``ConfigError`` if the folder for temporary files
+    is unusable.
     """
     path = _path(names, ".rows")
     with _writable(path), FileLock(f"{path}.lock"):

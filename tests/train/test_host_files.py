@@ -35,7 +35,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "temporary"
 
 
-def test_of_many_that_wait_one_works_and_later_ones_work_again():
+def test_one_process_works_for_all_that_wait_and_later_ones_work_again():
     calls, results = [], []
 
     def work() -> str:
@@ -75,7 +75,7 @@ def python(code: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def test_a_process_that_dies_at_work_holds_up_nobody(temporary):
+def test_another_process_does_the_work_of_one_that_dies(temporary):
     """It has written a part; the next process computes all of it."""
     code = (
         "import numpy as np, time; from train.host import shared_array\n"

@@ -41,7 +41,7 @@ HASHES = 2**63  # of texts: they fit into int64
 class Source:
     """A source of text: an entry of ``data.sources``, or a path (``name`` is empty).
 
-    ``path`` None is the standard library of the running Python. ``reading`` says how its files are
+    ``path`` None is the standard library of the running Python. ``reading`` is how its files are
     read. ``validation`` means ``data.validation_path``.
     """
 

@@ -57,7 +57,7 @@ class Encoded(NamedTuple):
 
 
 class DocumentEncoder:
-    """Encodes documents as ``data`` says. ``eos`` is None if no token ends a document.
+    """Encodes documents with the settings ``data``. ``eos`` is None if no token ends a document.
 
     ``decoder`` decodes documents that another program has encoded with this tokenizer.
 

@@ -52,9 +52,9 @@ def require_own_text(config: Config, digest: str, checkpoint: Path) -> None:
     """
     if read_manifest_metadata(checkpoint)["corpus"] != digest:
         names = ", ".join(config.data.sources)
-        place = f"data.sources ({names})" if names else f"data.path={config.data.path}"
+        given = f"data.sources ({names})" if names else f"data.path={config.data.path}"
         raise ConfigError(
-            f"{place} is not what {checkpoint} was trained on: its files, the settings of data or "
+            f"{given} is not what {checkpoint} was trained on: its files, the settings of data or "
             f"the version of the trainer have changed; restore them, or name the text with "
             f"{PATH_KEY}=..."
         )
