@@ -167,6 +167,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template is not valid: {error}") from None
         self._special = special
         self._has_blocks = BLOCK.search(source) is not None
+        # A template that takes parts writes the text of one, and not the list as Python shows it.
         probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
         try:
             shown = self._text(probe, {})

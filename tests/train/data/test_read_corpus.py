@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.train.text.test_token_ids import write_megatron
+from tests.train.text.megatron import write_megatron
 from train.config import Config, ConfigError, DataConfig, SourceConfig
 from train.data.corpus import find_files
 from train.data.encoder import DocumentEncoder
