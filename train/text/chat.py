@@ -62,6 +62,9 @@ def record_text(record: Any, data_format: str, key: str, position: str) -> str:
                 fields[name] = json.loads(fields[name])
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{position}: {name} is not JSON: {error}") from None
+    if not isinstance(variables := fields.get("chat_template_kwargs", {}), dict):
+        shown = _shown(variables)
+        raise ConfigError(f"{position}: chat_template_kwargs must be an object; it is {shown}")
     text = json.dumps(fields, ensure_ascii=False, default=str)
     if any(mark in text for mark in (START, STOP, HIDDEN)):
         raise ConfigError(f"{position} is not text: it has one of U+FDD0 to U+FDD2")

@@ -262,6 +262,8 @@ def test_without_eos_no_answer_needs_an_end(folder):
         ("chat", {"messages": [{"from": "user", "value": "a"}]}, r"number 1 is \{\"from\""),
         ("chat", {"messages": [says("user", [{"type": "image"}])]}, r"number 1 is .*image"),
         ("chat", {"messages": TURNS, "tools": "[{"}, r":1: tools is not JSON"),
+        ("chat", {"messages": TURNS, "chat_template_kwargs": "[1]"}, r":1: chat_.* be an object"),
+        ("chat", {"messages": TURNS, "chat_template_kwargs": 1}, r"be an object; it is 1"),
         ("chat", {"messages": [says("user", "a\ufdd0")]}, r"is not text: it has one of U\+FDD0"),
         ("completion", {"prompt": "a"}, r"prompt and completion; .*:1 has: prompt"),
         ("completion", {"prompt": "a", "completion": [says("assistant", "b")]}, r"prompt must be"),
