@@ -1,8 +1,8 @@
 """Conversations and completions: a record of ``.jsonl`` or ``.parquet`` -> text, and what has loss.
 
 A Jinja template renders a conversation, as in transformers. What the assistant writes has loss, and
-so has EOS after it: the template's ``{% generation %}`` blocks. Without them an answer is what the
-messages up to its end render to, beyond the messages before it with the generation prompt.
+so has EOS after it: the template's ``{% generation %}`` blocks. Without them, the class renders the
+messages before an answer with the generation prompt, and what follows up to its end has loss.
 """
 
 from __future__ import annotations
