@@ -1,4 +1,4 @@
-"""Work that one process of a host does for all of a user: checks, and arrays that all map.
+"""Work that one process of a host does for all processes of a user: checks, and shared arrays.
 
 The files lie in the folder for temporary files, which is that of one host. The operating system
 releases the lock of a process that dies, and another process then does the work.
@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,20 @@ from numpy.typing import NDArray
 
 from train.paths import unusable
 
-UNUSED_S = 3600.0  # age at which an array is removed; who has mapped it still has it
+UNUSED_S = 3600.0  # a process that has mapped an array still has it after its removal
 
 
 def once(names: Any, work: Callable[[], str]) -> str:
-    """The result of ``work``; of those who wait for it at the same time, one does it.
+    """The result of ``work``, which one of the processes does that ask at the same time.
 
-    ``names``, JSON, identify it. A result is used by processes that asked before it was complete,
-    and by no later one: what it depends on may have changed. Raises what ``work`` raises, and
-    ``ConfigError`` if the disk has no room.
+    ``names``, JSON, identify it. Processes that ask after it is complete do it again: what it
+    depends on may have changed. Raises what ``work`` raises, and ``ConfigError`` if the folder for
+    temporary files is unusable.
     """
     asked, path = time.time(), _path(names, ".json")
-    with FileLock(f"{path}.lock"):
+    with _writable(path):
+        lock = FileLock(f"{path}.lock").acquire()
+    with lock:
         try:
             completed, result = json.loads(path.read_text())
         except (OSError, ValueError, TypeError):
@@ -41,33 +43,38 @@ def once(names: Any, work: Callable[[], str]) -> str:
         if asked <= completed <= time.time():
             return result
         result = work()
-        try:
+        with _writable(path):
             path.write_text(json.dumps([time.time(), result]))
-        except OSError as error:
-            raise unusable("TMPDIR", path.parent, "written to", error) from None
         return result
 
 
 def shared_array(
     names: Any, width: int, rows: Callable[[], Iterable[NDArray[np.int64]]]
 ) -> NDArray[np.int64]:
-    """The array (n, width) int64 of all ``rows``, n > 0, read only, in memory that all share.
+    """The array (n, width) int64 of all ``rows``, n > 0, read only, in memory that processes share.
 
-    ``names``, JSON, identify its content. Raises ``ConfigError`` if the disk has no room.
+    ``names``, JSON, identify its content. Raises ``ConfigError`` if the folder for temporary files
+    is unusable.
     """
     path = _path(names, ".rows")
+    with _writable(path), FileLock(f"{path}.lock"):
+        if not path.exists():
+            _remove_unused(path.parent)
+            unfinished = path.with_suffix(".tmp")  # of this process, or of one that died
+            with unfinished.open("wb") as file:
+                for some in rows():
+                    file.write(np.ascontiguousarray(some, np.int64).tobytes())
+            unfinished.replace(path)
+        else:
+            os.utime(path)  # the age of an array counts from its last use
+        return np.asarray(np.memmap(path, np.int64, mode="r")).reshape(-1, width)
+
+
+@contextlib.contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """Convert an ``OSError`` to the ``ConfigError`` that the folder of ``path`` is unusable."""
     try:
-        with FileLock(f"{path}.lock"):
-            if not path.exists():
-                _remove_unused(path.parent)
-                unfinished = path.with_suffix(".tmp")  # of this process, or of one that died
-                with unfinished.open("wb") as file:
-                    for some in rows():
-                        file.write(np.ascontiguousarray(some, np.int64).tobytes())
-                unfinished.replace(path)
-            else:
-                os.utime(path)  # in use again: nobody removes it now
-            return np.asarray(np.memmap(path, np.int64, mode="r")).reshape(-1, width)
+        yield
     except OSError as error:
         raise unusable("TMPDIR", path.parent, "written to", error) from None
 
@@ -75,8 +82,9 @@ def shared_array(
 def _path(names: Any, suffix: str) -> Path:
     """The file of ``names``, in a folder of the user's own."""
     name = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:20]
-    folder = Path(tempfile.gettempdir()) / f"ringfa3-{os.getuid()}"
+    folder = Path(f"ringfa3-{os.getuid()}")
     try:
+        folder = tempfile.gettempdir() / folder
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid() or folder.is_symlink():
             raise PermissionError(0, "it belongs to another user")
@@ -86,7 +94,10 @@ def _path(names: Any, suffix: str) -> Path:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove arrays that nobody has opened for long, and what processes that died have left."""
+    """Remove arrays that no process has opened for ``UNUSED_S``, and unfinished ones of a day ago.
+
+    A process that is killed while it writes an array leaves an unfinished one.
+    """
     for pattern, age in (("*.rows", UNUSED_S), ("*.tmp", 24 * UNUSED_S)):
         for path in folder.glob(pattern):
             with contextlib.suppress(FileNotFoundError):  # another process has removed it

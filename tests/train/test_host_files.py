@@ -35,7 +35,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "temporary"
 
 
-def test_of_many_that_wait_one_works_and_later_ones_work_again():
+def test_one_process_works_for_all_that_wait_and_later_ones_work_again():
     calls, results = [], []
 
     def work() -> str:
@@ -75,7 +75,7 @@ def python(code: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def test_a_process_that_dies_at_work_holds_up_nobody(temporary):
+def test_another_process_does_the_work_of_one_that_dies(temporary):
     """It has written a part; the next process computes all of it."""
     code = (
         "import numpy as np, time; from train.host import shared_array\n"
@@ -114,8 +114,26 @@ def test_a_full_disk_is_named(temporary):
         once("a name", lambda: "result")
 
 
+@pytest.mark.parametrize(
+    "ask", [lambda: once("a", lambda: "result"), lambda: shared_array("a", 1, list)]
+)
+def test_a_lock_that_cannot_be_made_is_named(temporary, monkeypatch, ask):
+    """Also a host without any folder for temporary files."""
+    once("a", lambda: "result")
+    for path in temporary.glob("*/*.json"):
+        for lock in (path.with_suffix(".json.lock"), path.with_suffix(".rows.lock")):
+            lock.unlink(missing_ok=True)
+            lock.mkdir()
+    with pytest.raises(ConfigError, match=r"^TMPDIR: the folder .* cannot be written to"):
+        ask()
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(temporary / "missing")])
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(ConfigError, match=r"^TMPDIR: .* cannot be made .*No usable temporary"):
+        ask()
+
+
 def test_an_array_outlives_its_removal(temporary):
-    """Old arrays go when a new one comes; whoever has mapped one still has it."""
+    """Old arrays are removed when one is written; a process that has mapped one still has it."""
     old = shared_array("old", 2, lambda: [np.full((5, 2), 7)])
     (path,) = temporary.glob("*/*.rows")
     os.utime(path, (0, 0))

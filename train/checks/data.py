@@ -37,8 +37,7 @@ def check_data(data: DataConfig) -> None:
             "data.packing=best_fit keeps documents apart, which data.document_mask=false joins; "
             "nearest valid: data.packing=stream (or data.document_mask=true)"
         )
-    if "" in (data.split_on, *(source.split_on for source in data.sources.values())):
-        raise ConfigError("data.split_on is empty; give a separator, for example '\\n\\n', or null")
+    _check_separators(data)
     ends_apart = data.eos_token not in (None, NO_EOS, data.bos_token)
     if data.tokenizer is None and ends_apart and data.vocab_size < 258:
         raise ConfigError(
@@ -56,6 +55,14 @@ def check_data(data: DataConfig) -> None:
             )
     if data.tokenizer is not None and not expand("data.tokenizer", data.tokenizer).is_file():
         raise ConfigError(f"data.tokenizer={data.tokenizer} must be a file, a tokenizer.json")
+
+
+def _check_separators(data: DataConfig) -> None:
+    keys = {"data.split_on": data.split_on}
+    keys |= {f"{SOURCES}.{name}.split_on": source.split_on for name, source in data.sources.items()}
+    for key, value in keys.items():
+        if value == "":
+            raise ConfigError(f"{key} is empty; give a separator, for example '\\n\\n', or null")
 
 
 def _check_paths(data: DataConfig) -> None:
@@ -89,9 +96,13 @@ def _check_sources(data: DataConfig) -> None:
 
 
 def check_text(config: Config) -> None:
-    """Raise ``ConfigError`` unless the text of ``eval.path``, or else that of ``data``, exists."""
+    """Raise ``ConfigError`` unless the text of ``eval.path``, or else that of ``data``, exists.
+
+    Also for a separator or an ``eval.name`` that cannot work.
+    """
     if config.eval.path is None:
         _check_paths(config.data)
+    _check_separators(config.data)
     _check_exists("eval.path", config.eval.path)
     if config.eval.name is not None and Path(config.eval.name).name != config.eval.name:
         raise ConfigError(f"eval.name={config.eval.name} becomes part of a file name: no slashes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,29 +12,27 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from train.config import PLAIN, ConfigError, DataConfig
+from train.config import PLAIN, DataConfig
 from train.data import corpus
-from train.data.documents import DocumentError, SplitWriter
-from train.data.encoder import DocumentEncoder, Encoded, trained_eos
+from train.data.documents import SplitWriter
+from train.data.encoder import DocumentEncoder, trained_eos
 from train.data.manifest import write_manifest
 from train.data.splits import SPLITS, TRAIN, DocumentSplits
 from train.data.tokenizer import load_tokenizer, train_tokenizer, vocabulary_size
 from train.paths import expand
 from train.text.chat import TEMPLATE, read_template
-from train.text.files import LeftOut, NotReadError
+from train.text.files import LeftOut
 from train.text.token_ids import IdDecoder
 
 VALIDATION = "validation.json"  # the names of its files, as files.json has them by source
 FORMAT = 3  # version of the files in the folder; part of its name
-BATCH_DOCUMENTS = 64
 
 
-class AssignedDocument(NamedTuple):
-    """A document, the number of its file in its split, the split, and the hash of its text."""
+class Assigned(NamedTuple):
+    """The split of a document, the number of its file in that split, and the hash of its text."""
 
-    document: corpus.Document
-    origin: int
     split: str
+    origin: int
     hashed: int
 
 
@@ -52,47 +50,41 @@ def write_corpus(
         task = progress.add_task("Tokenising the corpus", total=total * passes)
         done = 0
 
-        def show(n_bytes: int) -> None:
-            progress.update(task, completed=done + n_bytes)
-
         def documents(
             splits: DocumentSplits, left_out: LeftOut, decoder: IdDecoder | None = None
-        ) -> Iterator[AssignedDocument]:
-            nonlocal done
-            for number, file in enumerate(files):
-                origin = number if file.source.validation else number - n_validation
-                try:
-                    for document in corpus.read_documents(file, show, decoder):
-                        split, hashed = splits.assign(document)
-                        if split is not None:
-                            yield AssignedDocument(document, origin, split, hashed)
-                except NotReadError as error:
-                    left_out.add(file.source.reading.path_key, str(error), file.name)
-                done += file.path.stat().st_size
+        ) -> Iterator[tuple[corpus.Document, Assigned]]:
+            def show(n_bytes: int) -> None:
+                progress.update(task, completed=done + n_bytes)
+
+            for document, index in corpus.read_files(files, left_out, show, decoder):
+                split, hashed = splits.assign(document)
+                origin = index if document.file.source.validation else index - n_validation
+                if split is not None:
+                    yield document, Assigned(split, origin, hashed)
 
         if data.tokenizer:
             tokenizer = load_tokenizer(expand("data.tokenizer", data.tokenizer))
         else:
             both = documents(DocumentSplits(data), LeftOut())
-            training = (assigned.document.text for assigned in both if assigned.split == TRAIN)
+            training = (document.text for document, assigned in both if assigned.split == TRAIN)
             tokenizer = train_tokenizer(
                 training, data.vocab_size, data.bos_token, console.print, trained_eos(data)
             )
+            done = total
         encoder = DocumentEncoder(tokenizer, data)
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32)
         splits, left_out = DocumentSplits(data), LeftOut()
         with_loss = any(file.source.reading.data_format != PLAIN for file in files)
         writers = {split: SplitWriter(folder / split, dtype, with_loss) for split in SPLITS}
-        for (document, origin, split, hashed), (ids, loss, n_bytes) in _encoded(
-            documents(splits, left_out, encoder.decoder), encoder
-        ):
-            if loss is None or loss.any():
-                writers[split].add(ids, n_bytes, origin, document.row, hashed, loss)
+        encoded = encoder.stream(documents(splits, left_out, encoder.decoder))
+        for document, (split, origin, hashed), one in encoded:
+            if one.has_loss:
+                writers[split].add(one.ids, one.n_bytes, origin, document.row, hashed, one.loss)
             else:
-                splits.leave_out(document)
+                splits.leave_out(document, split, hashed)
                 key = document.file.source.reading.path_key
-                left_out.add(key, "a conversation without an answer", document.name)
+                left_out.add(key, "a record without an answer", document.name)
         for writer in writers.values():
             writer.close()
         splits.require_documents(left_out)
@@ -112,26 +104,3 @@ def write_corpus(
     if template is not None:
         (folder / TEMPLATE).write_text(template, encoding="utf-8")
     write_manifest(folder, metadata)
-
-
-def _encoded(
-    documents: Iterator[AssignedDocument], encoder: DocumentEncoder
-) -> Iterator[tuple[AssignedDocument, Encoded]]:
-    while batch := list(islice(documents, BATCH_DOCUMENTS)):
-        yield from zip(batch, _encode(encoder, [one.document for one in batch]), strict=True)
-
-
-def _encode(encoder: DocumentEncoder, batch: list[corpus.Document]) -> list[Encoded]:
-    """Each document; ``DocumentError`` names a document that cannot be tokenised."""
-    try:
-        return encoder.documents(batch)
-    except ConfigError:
-        raise
-    except Exception:  # the library raises no specific type, and does not name the text
-        for document in batch:
-            try:
-                encoder.documents([document])
-            except Exception as error:
-                name = corpus.document_name(document.file.label, document.row)
-                raise DocumentError(name, f"cannot be tokenised: {error}") from error
-        raise

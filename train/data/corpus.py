@@ -16,7 +16,7 @@ from pathlib import Path
 
 from train.config import PLAIN, SOURCES, ConfigError, DataConfig, SourceConfig
 from train.paths import expand
-from train.text.files import LeftOut, matching_files
+from train.text.files import LeftOut, NotReadError, matching_files
 from train.text.formats import read_texts, require_readers
 from train.text.reading import CSV, INDEX, MEGATRON, TEXT, WHOLE_FILE, Reading, format_of
 from train.text.token_ids import IdDecoder, Ids, partner
@@ -41,7 +41,7 @@ HASHES = 2**63  # of texts: they fit into int64
 class Source:
     """A source of text: an entry of ``data.sources``, or a path (``name`` is empty).
 
-    ``path`` None is the standard library of the running Python. ``reading`` says how its files are
+    ``path`` None is the standard library of the running Python. ``reading`` is how its files are
     read. ``validation`` means ``data.validation_path``.
     """
 
@@ -239,6 +239,31 @@ def read_documents(
     """
     for text in read_texts(file.path, file.source.reading._replace(decoder=decoder), at):
         yield Document(file, *text)
+
+
+def read_files(
+    files: list[TextFile],
+    left_out: LeftOut,
+    at: Callable[[int], None] = lambda n_bytes: None,
+    decoder: IdDecoder | None = None,
+) -> Iterator[tuple[Document, int]]:
+    """The documents of all ``files``, each with the index of its file.
+
+    ``at`` is called with the number of bytes read so far of all files. ``left_out`` collects the
+    files that hold no text. Otherwise as ``read_documents``.
+    """
+    done = 0
+
+    def show(n_bytes: int) -> None:
+        at(done + n_bytes)
+
+    for index, file in enumerate(files):
+        try:
+            for document in read_documents(file, show, decoder):
+                yield document, index
+        except NotReadError as error:
+            left_out.add(file.source.reading.path_key, str(error), file.name)
+        done += file.path.stat().st_size
 
 
 def text_hash(text: str, salt: int) -> int:

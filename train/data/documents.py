@@ -278,7 +278,10 @@ def open_split(
 
 
 def _map_index(path: Path) -> dict[str, NDArray[np.int64]]:
-    """The columns of an index, mapped where ``np.savez`` has stored them without compression."""
+    """The columns of an index, mapped where ``np.savez`` has stored them without compression.
+
+    Raises ``DamagedError`` for other content, ``OSError`` if the system refuses to read the file.
+    """
     columns = {}
     try:
         with zipfile.ZipFile(path) as archive:
@@ -295,7 +298,9 @@ def _map_index(path: Path) -> dict[str, NDArray[np.int64]]:
                     raise DamagedError(path, f"has {name} of {dtype} {shape}, not of int64 (n,)")
                 mapped = np.memmap(path, dtype, "r", begin + length, shape)
                 columns[name] = np.asarray(mapped)  # indexing an np.memmap is slow
-    except DamagedError:
+    except FileNotFoundError as error:
+        raise DamagedError(path, f"cannot be read: {error}") from None
+    except (DamagedError, OSError):  # a failed read does not prove damage
         raise
     except Exception as error:  # numpy and zipfile raise many types for damaged bytes
         raise DamagedError(path, f"cannot be read: {error}") from None

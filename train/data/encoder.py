@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer
 
 from train.config import NO_EOS, ConfigError, DataConfig
 from train.data.corpus import Document, document_name
+from train.data.documents import DocumentError
 from train.data.tokenizer import (
     SPECIAL_AS_TEXT,
     bos_id,
@@ -27,6 +30,8 @@ from train.data.tokenizer import (
 from train.text.chat import HIDDEN, ChatTemplate, read_template
 from train.text.token_ids import IdDecoder
 
+T = TypeVar("T")
+BATCH_DOCUMENTS = 64
 # What published tokenizers call the token that ends a document. The tokens that end a turn of a
 # chat (<|eot_id|>, <|im_end|>) are not among them.
 EOS_NAMES = (
@@ -45,9 +50,14 @@ class Encoded(NamedTuple):
     loss: NDArray[np.bool_] | None
     n_bytes: int
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether any token has loss."""
+        return self.loss is None or bool(self.loss.any())
+
 
 class DocumentEncoder:
-    """Encodes documents as ``data`` says. ``eos`` is None if no token ends a document.
+    """Encodes documents with the settings ``data``. ``eos`` is None if no token ends a document.
 
     ``decoder`` decodes documents that another program has encoded with this tokenizer.
 
@@ -67,7 +77,7 @@ class DocumentEncoder:
         return encode(self.tokenizer, texts, self.data.special_tokens)
 
     def documents(self, documents: list[Document]) -> list[Encoded]:
-        """Each whole document. ``loss`` has no true value if the assistant writes nothing.
+        """Each whole document. It has no loss if the assistant writes nothing.
 
         Raises ``ConfigError``, which names the document, if the template cannot render a
         conversation, or if a conversation does not end with ``data.eos_token``.
@@ -79,6 +89,33 @@ class DocumentEncoder:
             else self._other(document)
             for document in documents
         ]
+
+    def stream(
+        self, documents: Iterable[tuple[Document, T]]
+    ) -> Iterator[tuple[Document, T, Encoded]]:
+        """``documents`` of the pairs, which are read ``BATCH_DOCUMENTS`` at a time.
+
+        Raises ``DocumentError``, which names the document, if the tokenizer refuses a text.
+        """
+        pairs = iter(documents)
+        while batch := list(islice(pairs, BATCH_DOCUMENTS)):
+            encoded = self._named([document for document, _ in batch])
+            for (document, other), one in zip(batch, encoded, strict=True):
+                yield document, other, one
+
+    def _named(self, batch: list[Document]) -> list[Encoded]:
+        try:
+            return self.documents(batch)
+        except ConfigError:
+            raise
+        except Exception:  # tokenizers raises no narrower type, and does not name the text
+            for document in batch:
+                try:
+                    self.documents([document])
+                except Exception as error:
+                    name = document_name(document.file.label, document.row)
+                    raise DocumentError(name, f"cannot be tokenised: {error}") from error
+            raise
 
     def _text(self, body: list[int], n_bytes: int) -> Encoded:
         return Encoded([self.bos, *body, *self._end], None, n_bytes)

@@ -89,7 +89,7 @@ def long_documents(documents: Documents, data: DataConfig) -> list[tuple[Documen
     return chosen
 
 
-def left_out(documents: Documents, data: DataConfig) -> str:
+def short_documents(documents: Documents, data: DataConfig) -> str:
     """A clause with the number of documents that each ``min_len`` excludes; empty without one."""
     counts: Counter[str] = Counter()
     for number, name in enumerate(documents.sources):

@@ -44,13 +44,13 @@ class DocumentSplits:
         self._counts[source.name, split] += 1
         return split, hashed
 
-    def leave_out(self, document: Document) -> None:
-        """Take a document, of which nothing has loss, out of its split again."""
-        hashed, source = document.hash(self.data.held_out_salt), document.file.source
+    def leave_out(self, document: Document, split: str, hashed: int) -> None:
+        """Take a document, of which nothing has loss, out of the ``split`` of ``assign`` again."""
+        source = document.file.source
         if source.validation:
             self._validation.discard(hashed)
         else:
-            self._counts[source.name, SPLITS[is_held_out(hashed, self.data.held_out)]] -= 1
+            self._counts[source.name, split] -= 1
 
     def require_documents(self, left_out: LeftOut) -> None:
         """Raise ``EmptySplitError`` for an empty split of a source, or an empty validation set.

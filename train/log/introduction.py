@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from train.config import Config
-from train.data.mixture import left_out
+from train.data.mixture import short_documents
 from train.data.shards import Corpus
 from train.engine.parallel import ParallelLayout
 from train.engine.train_state import TrainState
@@ -27,7 +27,7 @@ def introduction(
     yield (
         f"{parameters:,} parameters in {precision} on {parallel.world} x {parallel.device.type} "
         f"(dp {parallel.dp}, cp {parallel.cp}); {len(corpus.train):,} documents of "
-        f"{corpus.train.lengths.sum():,} tokens{left_out(corpus.train, config.data)}, "
+        f"{corpus.train.lengths.sum():,} tokens{short_documents(corpus.train, config.data)}, "
         f"{len(corpus.held_out):,} held out; run folder {folder.path}"
     )
     size = f"{state.batch} x {config.data.seq_len:,} tokens a step"

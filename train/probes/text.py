@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.config import PLAIN, Config, ConfigError, DataConfig
-from train.data.corpus import find_files, read_documents
+from train.config import Config, ConfigError, DataConfig
+from train.data.corpus import find_files, read_files
 from train.data.documents import Documents
 from train.data.encoder import DocumentEncoder
 from train.data.shards import open_corpus
@@ -18,9 +18,8 @@ from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import read_manifest_metadata
 from train.run.run_config import read_config
 from train.run.run_folder import RunFolder
-from train.text.files import LeftOut, NotReadError
+from train.text.files import LeftOut
 
-BATCH_DOCUMENTS = 64
 PATH_KEY = "eval.path"
 
 
@@ -53,9 +52,9 @@ def require_own_text(config: Config, digest: str, checkpoint: Path) -> None:
     """
     if read_manifest_metadata(checkpoint)["corpus"] != digest:
         names = ", ".join(config.data.sources)
-        place = f"data.sources ({names})" if names else f"data.path={config.data.path}"
+        given = f"data.sources ({names})" if names else f"data.path={config.data.path}"
         raise ConfigError(
-            f"{place} is not what {checkpoint} was trained on: its files, the settings of data or "
+            f"{given} is not what {checkpoint} was trained on: its files, the settings of data or "
             f"the version of the trainer have changed; restore them, or name the text with "
             f"{PATH_KEY}=..."
         )
@@ -64,26 +63,20 @@ def require_own_text(config: Config, digest: str, checkpoint: Path) -> None:
 def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
     """Tokenise every document of ``data.path`` (the value of ``eval.path``) in memory.
 
-    Raises ``ConfigError`` if something is left out: a loss is that of the whole text.
+    Raises ``ConfigError`` if a file is left out: a loss is that of the whole text. Conversations
+    without an answer have no loss to add, so they are dropped.
     """
     left_out = LeftOut()
     encoder, files = DocumentEncoder(tokenizer, data), find_files(data, PATH_KEY, left_out)
     rows, columns, losses = [], [], []
-    for origin, file in enumerate(files):
-        try:
-            texts = list(read_documents(file, decoder=encoder.decoder))
-        except NotReadError as error:
-            left_out.add(PATH_KEY, str(error), file.name)
-            continue
-        for start in range(0, len(texts), BATCH_DOCUMENTS):
-            batch = texts[start : start + BATCH_DOCUMENTS]
-            for document, one in zip(batch, encoder.documents(batch), strict=True):
-                loss = np.arange(len(one.ids)) > 0 if one.loss is None else one.loss
-                if one.loss is None or loss.any():
-                    rows.append(np.array(one.ids, np.uint32))
-                    losses.append(loss)
-                    hashed = document.hash(data.held_out_salt)
-                    columns.append((len(one.ids), one.n_bytes, origin, document.row, hashed))
+    documents = read_files(files, left_out, decoder=encoder.decoder)
+    for document, origin, one in encoder.stream(documents):
+        if one.has_loss:
+            rows.append(np.array(one.ids, np.uint32))
+            if one.loss is not None:
+                losses.append(one.loss)
+            hashed = document.hash(data.held_out_salt)
+            columns.append((len(one.ids), one.n_bytes, origin, document.row, hashed))
     if left_out.found:
         raise ConfigError("; ".join(left_out.lines()))
     if not rows:
@@ -103,5 +96,5 @@ def tokenised(data: DataConfig, tokenizer: Tokenizer) -> Documents:
         bounds=(0, len(rows)),
         vocab_size=vocabulary_size(tokenizer),
         has_eos=encoder.eos is not None,
-        loss=None if data.format == PLAIN else (np.packbits(np.concatenate(losses)),),
+        loss=(np.packbits(np.concatenate(losses)),) if losses else None,
     )

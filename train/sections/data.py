@@ -49,8 +49,8 @@ class DataConfig:
     """the field of a record, or the column of a .parquet, with the text or token ids"""
     format: str = key(PLAIN, choices=FORMATS)
     """what a line or a row holds. text: text_field. chat: messages, a list of {role, content}.
-    completion: prompt and completion, two texts or two lists of messages. What the assistant writes
-    and EOS after it, or the completion, has loss; the rest is context"""
+    completion: prompt and completion, two texts or two lists of messages. What the assistant
+    writes, or the completion, has loss, and so has EOS after it; the rest is context"""
     chat_template: str | None = None
     """the Jinja template of conversations, as in transformers; null: that in the folder of
     tokenizer, chat_template.jinja or in tokenizer_config.json"""

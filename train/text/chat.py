@@ -1,8 +1,8 @@
 """Conversations and completions: a record of ``.jsonl`` or ``.parquet`` -> text, and what has loss.
 
 A Jinja template renders a conversation, as in transformers. What the assistant writes has loss, and
-so has EOS after it: the template's ``{% generation %}`` blocks. Without them an answer is what the
-messages up to its end render to, beyond the messages before it with the generation prompt.
+so has EOS after it: the template's ``{% generation %}`` blocks. Without them, the class renders the
+messages before an answer with the generation prompt, and what follows up to its end has loss.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ def record_text(record: Any, data_format: str, key: str, position: str) -> str:
                 fields[name] = json.loads(fields[name])
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{position}: {name} is not JSON: {error}") from None
+    if not isinstance(variables := fields.get("chat_template_kwargs", {}), dict):
+        shown = _shown(variables)
+        raise ConfigError(f"{position}: chat_template_kwargs must be an object; it is {shown}")
     text = json.dumps(fields, ensure_ascii=False, default=str)
     if any(mark in text for mark in (START, STOP, HIDDEN)):
         raise ConfigError(f"{position} is not text: it has one of U+FDD0 to U+FDD2")
@@ -113,19 +116,26 @@ def read_template(data: DataConfig) -> str | None:
     if data.tokenizer is None:
         return None
     folder = expand("data.tokenizer", data.tokenizer).parent
-    if (folder / TEMPLATE).is_file():
-        return (folder / TEMPLATE).read_text("utf-8")
-    path = folder / SETTINGS
-    found = json.loads(path.read_text("utf-8")).get("chat_template") if path.is_file() else None
-    if isinstance(found, list):
+    path = folder / TEMPLATE
+    try:
+        if path.is_file():
+            return path.read_text("utf-8")
+        path = folder / SETTINGS
+        found = json.loads(path.read_text("utf-8")).get("chat_template") if path.is_file() else None
+        if not isinstance(found, list):
+            return found
         named = {entry["name"]: entry["template"] for entry in found}
-        if "default" not in named:
-            raise ConfigError(
-                f"{path} has the chat templates {', '.join(named)} and no default; give the file "
-                f"of one with data.chat_template=PATH"
-            )
-        found = named["default"]
-    return found
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: the chat template cannot be read ({error!r}); repair the file, or give "
+            f"another with data.chat_template=PATH"
+        ) from None
+    if "default" not in named:
+        raise ConfigError(
+            f"{path} has the chat templates {', '.join(named)} and no default; give the file of "
+            f"one with data.chat_template=PATH"
+        )
+    return named["default"]
 
 
 class _Generation(Extension):
@@ -160,6 +170,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template is not valid: {error}") from None
         self._special = special
         self._has_blocks = BLOCK.search(source) is not None
+        # A template that takes parts writes the text of one, and not the list as Python shows it.
         probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
         try:
             shown = self._text(probe, {})
@@ -194,11 +205,13 @@ class ChatTemplate:
 
         if self._has_blocks:
             begin = end(len(prompt), True) if prompt else 0
-            spans = ((max(start, begin), stop) for start, stop in _blocks(marked))
-            return Rendered(whole, [(start, stop) for start, stop in spans if start < stop])
-        answers = [n for n in range(len(prompt), len(messages)) if messages[n]["role"] == ASSISTANT]
-        spans = [(end(number, True), end(number + 1, False)) for number in answers]
-        return Rendered(whole, [(a, a + len(self._answer(whole[a:b]))) for a, b in spans])
+            spans = [(max(start, begin), stop) for start, stop in _blocks(marked)]
+        else:
+            numbers = range(len(prompt), len(messages))
+            answers = [number for number in numbers if messages[number]["role"] == ASSISTANT]
+            spans = [(end(number, True), end(number + 1, False)) for number in answers]
+            spans = [(start, start + len(self._answer(whole[start:stop]))) for start, stop in spans]
+        return Rendered(whole, [(start, stop) for start, stop in spans if start < stop])
 
     def _answer(self, text: str) -> str:
         """An answer without the space after its end: the model writes nothing after EOS."""

@@ -1,8 +1,8 @@
 """The files below a folder that match a pattern, and what is not read, with its reason.
 
 Links are followed. Each real folder and file is read once, so a link to a parent folder causes no
-loop and no duplicates. A name without a link is preferred, unless it has no suffix: the links of a
-cache of blobs have it.
+loop and no duplicates. It has its name without a link, or that of a link if only a link has a
+suffix, as in a cache of blobs.
 """
 
 from __future__ import annotations

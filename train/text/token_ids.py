@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def megatron_documents(path: Path) -> Iterator[Ids]:
     """
     index = partner(path, ".idx")
     try:
-        content = np.memmap(index, np.uint8, "r")
+        content = np.asarray(np.memmap(index, np.uint8, "r"))  # indexing an np.memmap is slow
     except (FileNotFoundError, ValueError):  # missing, or empty
         content = np.empty(0, np.uint8)
     if not content[: len(MAGIC)].tobytes() == MAGIC:
@@ -148,7 +149,7 @@ def megatron_documents(path: Path) -> Iterator[Ids]:
         )
     dtype = np.dtype(DTYPES[code])
     with path.open("rb") as file:
-        for first, stop in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        for first, stop in pairwise(map(int, ends)):
             parts = [np.empty(0, dtype)]
             for sequence in range(first, stop):
                 pointer, length = int(pointers[sequence]), int(lengths[sequence])

@@ -252,6 +252,12 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"profile.memory": True}, "needs profile.steps"),
         ({"generate.temperature": -1.0}, "nearest valid: generate.temperature=0"),
         ({"sweep.nproc_per_node": 0}, "nearest valid: sweep.nproc_per_node=1"),
+        ({"data.split_on": ""}, "data.split_on is empty; give a separator"),
+        ({"mode": "eval", "eval.path": "/tmp", "data.split_on": ""}, "data.split_on is empty"),
+        (
+            {"data.path": None, "data.sources": {"a": SourceConfig("/tmp", split_on="")}},
+            "data.sources.a.split_on is empty",
+        ),
         ({"mode": "eval", "eval.path": "/nowhere.txt"}, "eval.path=/nowhere.txt does not exist"),
         ({"mode": "eval", "eval.name": "a/b"}, "no slashes"),
         ({"train.max_wall_time": 0.0}, "train.max_wall_time=0.0 must be above 0"),

@@ -44,7 +44,7 @@ def test_the_sums_are_those_of_the_definition(lengths, more):
     max_doc_len=st.none() | st.integers(1, 70),
 )
 @settings(deadline=None, max_examples=60)
-def test_every_epoch_holds_every_piece_whole(make_documents, lengths, seq_len, max_doc_len):
+def test_every_epoch_holds_every_slice_whole(make_documents, lengths, seq_len, max_doc_len):
     """Documents are cut at multiples of the slice length alone, and samples are never too long."""
     data = DataConfig(seq_len=seq_len, max_doc_len=max_doc_len, packing="best_fit")
     samples = training_samples(make_documents(lengths), data, seed=3)

@@ -233,6 +233,18 @@ def test_a_template_that_shows_no_answer_is_refused(folder, template, message):
         encoded(data, {"messages": TURNS[:2]})
 
 
+def test_an_answer_that_a_template_omits_has_no_loss(folder):
+    """It has no text that could end with EOS, and no token of its neighbours is its own."""
+    template = "{% for m in messages %}{% if m.content %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    data = data_of(folder, "mistral", template)
+    messages = [*TURNS[:3], says("assistant", "")]
+    one, without = encoded(data, {"messages": messages}, {"messages": [TURNS[0], messages[-1]]})
+    assert one.n_bytes == len(f"{ANSWER}</s>".encode())
+    assert not without.loss.any()
+    assert without.n_bytes == 0
+    assert ChatTemplate(template, {}).render({"messages": messages[-1:]}).spans == []
+
+
 def test_without_eos_no_answer_needs_an_end(folder):
     data = data_of(folder, "mistral", "{% for m in messages %}{{ m.content }}\n{% endfor %}")
     (one,) = encoded(replace(data, eos_token="none"), {"messages": TURNS[:2]})
@@ -250,6 +262,8 @@ def test_without_eos_no_answer_needs_an_end(folder):
         ("chat", {"messages": [{"from": "user", "value": "a"}]}, r"number 1 is \{\"from\""),
         ("chat", {"messages": [says("user", [{"type": "image"}])]}, r"number 1 is .*image"),
         ("chat", {"messages": TURNS, "tools": "[{"}, r":1: tools is not JSON"),
+        ("chat", {"messages": TURNS, "chat_template_kwargs": "[1]"}, r":1: chat_.* be an object"),
+        ("chat", {"messages": TURNS, "chat_template_kwargs": 1}, r"be an object; it is 1"),
         ("chat", {"messages": [says("user", "a\ufdd0")]}, r"is not text: it has one of U\+FDD0"),
         ("completion", {"prompt": "a"}, r"prompt and completion; .*:1 has: prompt"),
         ("completion", {"prompt": "a", "completion": [says("assistant", "b")]}, r"prompt must be"),
@@ -265,14 +279,21 @@ def test_the_template_is_found_as_transformers_finds_it(folder, tokenizer):
     data = data_of(folder, "chatml")
     expected = [one.ids for one in encoded(data, {"messages": TURNS})]
     template = TEMPLATES["chatml"][1]
-    settings = {"chat_template": [{"name": "default", "template": template}, {"name": "tool_use"}]}
     (folder / "chat_template.jinja").unlink()
-    for stored in (template, [{"name": "default", "template": template}]):
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+    for stored in (template, several):
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": stored}))
         assert [one.ids for one in encoded(data, {"messages": TURNS})] == expected
     settings = {"chat_template": [{"name": "rag", "template": template}]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=r"has the chat templates rag and no default"):
+        encoded(data, {"messages": TURNS})
+    for content in ("{", "[]", '{"chat_template": [{"template": "x"}]}'):
+        (folder / "tokenizer_config.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"_config\.json: .*data\.chat_template=PATH"):
+            encoded(data, {"messages": TURNS})
+    (folder / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: .*data\.chat_template=PATH"):
         encoded(data, {"messages": TURNS})
     (folder / "other.jinja").write_text(template)
     data.chat_template = str(folder / "other.jinja")

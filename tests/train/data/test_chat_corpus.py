@@ -68,7 +68,7 @@ def test_only_answers_are_labels_of_any_rank(chats, packing, world, capsys):
     for _ in range(2):  # every start says so
         corpus = open_corpus(chats.data)
         assert re.search(
-            r"data\.path: 6 left out \(chats\.jsonl:10, .*\): a conversation without an answer",
+            r"data\.path: 6 left out \(chats\.jsonl:10, .*\): a record without an answer",
             capsys.readouterr().out,
         )
     documents = corpus.train

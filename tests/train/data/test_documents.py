@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import threading
 from pathlib import Path
@@ -149,6 +151,17 @@ def test_an_index_of_another_form_is_rejected(folder, how):
     elif how == "text":
         path.write_text("index")
     with pytest.raises(DamagedError, match=r"index\.npz (cannot be read|has \w+ of)"):
+        reopen(folder)
+
+
+def test_a_failed_read_of_an_index_is_no_damage(folder, monkeypatch):
+    """The remedy of damage is to delete the corpus; a process may lack memory or file handles."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(np, "memmap", refused)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
         reopen(folder)
 
 

@@ -45,7 +45,7 @@ def test_documents_end_with_the_token_of_the_config(config, eos):
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 @pytest.mark.parametrize("max_doc_len", [None, 30])
 def test_an_epoch_has_every_end_once_as_a_target(config, packing, max_doc_len):
-    """A piece of a cut document, and a document that a sample's end cuts, has no end of its own."""
+    """A slice within a document, or one that a sample's end cuts, does not end with EOS."""
     config.data.eos_token, config.data.packing, config.data.max_doc_len = EOS, packing, max_doc_len
     config.data.seq_len = 100
     documents = open_corpus(config.data).train

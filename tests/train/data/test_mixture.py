@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from train.config import ConfigError, DataConfig, SourceConfig
-from train.data.mixture import MIN_BLOCK, Mixture, left_out, training_samples
+from train.data.mixture import MIN_BLOCK, Mixture, short_documents, training_samples
 from train.data.samples import TrainingSamples
 
 DATA = DataConfig(
@@ -135,10 +135,10 @@ def test_short_documents_are_left_out_of_a_source(two_sources):
     sources = {"a": SourceConfig("a"), "b": SourceConfig("b", min_len=6)}
     data = replace(DATA, min_len=30, sources=sources)
     samples = training_samples(two_sources, data, seed=1)
-    assert left_out(two_sources, data) == (
+    assert short_documents(two_sources, data) == (
         ", 2 below data.min_len=30 left out, 2 below data.sources.b.min_len=6 left out"
     )
-    assert left_out(two_sources, DATA) == ""
+    assert short_documents(two_sources, DATA) == ""
     seen = set(np.concatenate([samples[index].tokens for index in range(128)]).tolist())
     assert seen == set(range(30, 100)) | set(range(110, 410))
     for least, message in ((301, "b.min_len=300"), (300, None)):

@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.train.text.test_token_ids import write_megatron
+from tests.train.text.megatron import write_megatron
 from train.config import Config, ConfigError, DataConfig, SourceConfig
 from train.data.corpus import find_files
 from train.data.encoder import DocumentEncoder
@@ -122,8 +122,8 @@ def test_a_long_file_is_a_corpus_with_two_splits(own, tmp_path):
     assert len(corpus.train) + len(corpus.held_out) == len(TEXTS)
 
 
-def spoil(folder: Path) -> None:
-    """Puts one of each into ``folder`` that cannot be read."""
+def add_unreadable_files(folder: Path) -> None:
+    """Writes a file for each reason in ``LEFT_OUT``."""
     (folder / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     (folder / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     (folder / "notes.txt").write_bytes("notes".encode("utf-16"))
@@ -154,7 +154,7 @@ def test_every_start_names_what_is_left_out(own, tmp_path, capsys, monkeypatch):
         (folder / f"{number}.txt").write_text(text)
     complete = documents_of(open_corpus(own.data))
     assert capsys.readouterr().out.strip() == ""
-    spoil(folder)
+    add_unreadable_files(folder)
     for tokenizer in (own.data.tokenizer, own.data.tokenizer, None):
         own.data.tokenizer = tokenizer
         corpus = open_corpus(own.data)
@@ -187,7 +187,7 @@ def test_token_files_of_earlier_versions_are_found(tmp_path):
 
 
 def test_the_error_of_an_empty_split_lists_what_is_left_out(own, tmp_path):
-    spoil(Path(own.data.path))
+    add_unreadable_files(Path(own.data.path))
     with pytest.raises(ConfigError) as caught:
         open_corpus(own.data)
     first, *lines = str(caught.value).split("; data.path: ")

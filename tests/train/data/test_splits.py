@@ -58,6 +58,21 @@ def test_copies_are_blamed_for_an_empty_split_only_where_they_are_the_cause():
     )
 
 
+def test_documents_without_loss_are_in_no_split():
+    data = data_of(held_out=0.0, validation_path="v")
+    splits, (a, b) = DocumentSplits(data), sources_of(data)
+    documents = {
+        source.path: Document(TextFile(source, Path("x"), "x"), 0, source.path, 1)
+        for source in (OWN, a, b)
+    }
+    assigned = {path: splits.assign(document) for path, document in documents.items()}
+    splits.require_documents(LeftOut())
+    for path, key in (("b", "sources.b.path"), ("v", "validation_path")):
+        splits.leave_out(documents[path], *assigned[path])
+        with pytest.raises(EmptySplitError, match=rf"^data\.{key}={path} holds no text$"):
+            splits.require_documents(LeftOut())
+
+
 def test_a_share_that_leaves_a_split_empty_is_named():
     data = data_of(held_out=1e-9)
     splits = DocumentSplits(data)

@@ -11,7 +11,10 @@ import pytest
 
 from tests.train.jobs import run_ranks
 from train.config import ConfigError, DataConfig
+from train.data import corpus
 from train.data.corpus import find_files, read_documents
+from train.data.documents import DocumentError
+from train.data.encoder import DocumentEncoder
 from train.data.tokenizer import encode, load_tokenizer
 from train.engine.checkpoint import find_checkpoint
 from train.log.units import in_words
@@ -72,6 +75,34 @@ def test_a_tokenised_text_holds_its_documents(text_folder, trained_run):
             length = int(documents.lengths[number])
             assert np.array_equal(documents.tokens(number, 0, length), [0, *ids, 0])
             assert documents.n_bytes[number] == len(text.encode())
+
+
+def test_a_file_is_tokenised_while_it_is_read(trained_run, tmp_path, monkeypatch):
+    """A few documents are in memory as texts, also of one file; errors name their document."""
+    path, count, most = tmp_path / "lines.jsonl", 1000, 0
+    path.write_text("".join(f'{{"text": "line {number}"}}\n' for number in range(count)))
+    read: list[object] = []
+    documents_of, encoded = corpus.read_documents, DocumentEncoder.documents
+
+    def counted(*arguments):
+        for document in documents_of(*arguments):
+            read.append(document)
+            yield document
+
+    def watched(encoder, documents):
+        nonlocal most
+        most = max(most, len(read))
+        read.clear()
+        if any("line 700" in document.text for document in documents):
+            raise RuntimeError("no such token")
+        return encoded(encoder, documents)
+
+    monkeypatch.setattr(corpus, "read_documents", counted)
+    monkeypatch.setattr(DocumentEncoder, "documents", watched)
+    tokenizer = load_tokenizer(trained_run / "tokenizer.json")
+    with pytest.raises(DocumentError, match=r"document lines\.jsonl:701: .*no such token"):
+        tokenised(DataConfig(path=str(path)), tokenizer)
+    assert 0 < most < count / 10
 
 
 def test_a_text_that_cannot_be_evaluated_is_rejected(text_folder, trained_run, tmp_path, config):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
+from tests.train.text.megatron import write_megatron
 from train.config import ConfigError
 from train.data.tokenizer import train_tokenizer, vocabulary_size
 from train.text import token_ids
@@ -22,7 +24,6 @@ from train.text.token_ids import IdDecoder
 
 BOS, EOS = 0, 1
 TEXTS = ["one ring", "λ", "keeps every token\n"]
-CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +40,6 @@ def reading(tokenizer) -> Reading:
 @pytest.fixture
 def encoded(tokenizer) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
-
-
-def write_megatron(path: Path, parts, ends, code=4, /, **changes) -> Path:
-    """A ``.bin`` and its ``.idx``, field by field as Megatron's ``_IndexWriter`` writes them."""
-    dtype = np.dtype(CODES.get(code, "<i4"))
-    content = [np.array(ids, dtype).tobytes() for ids in parts]
-    path.write_bytes(b"".join(content))
-    sizes = np.cumsum([0, *map(len, content)])
-    fields = {
-        "magic": b"MMIDIDX\x00\x00",
-        "version": struct.pack("<Q", 1),
-        "code": struct.pack("<B", code),
-        "sequences": struct.pack("<Q", len(parts)),
-        "documents": struct.pack("<Q", len(ends)),
-        "lengths": np.array([len(ids) for ids in parts], np.int32).tobytes(),
-        "pointers": sizes[:-1].astype(np.int64).tobytes(),
-        "document_index": np.array(ends, np.int64).tobytes(),
-    }
-    path.with_suffix(".idx").write_bytes(b"".join((fields | changes).values()))
-    return path
 
 
 def texts_of(path: Path, reading: Reading) -> list[tuple]:
@@ -95,6 +76,20 @@ def test_megatron_sequences_are_found_by_their_pointers(tmp_path, reading, encod
     )
     path.with_suffix(".idx").rename(tmp_path / "A.IDX")
     assert texts_of(path, reading) == EXPECTED
+
+
+def test_a_large_index_is_read_in_place(tmp_path, tokenizer):
+    """Neither a document nor a sequence of it takes memory."""
+    count = 200_000
+    path = write_megatron(tmp_path / "a.bin", [[]] * count, range(count + 1))
+    tracemalloc.start()
+    try:
+        documents = token_ids.megatron_documents(path)
+        assert len(next(documents)) == 0
+        assert tracemalloc.get_traced_memory()[1] < 12 * count
+    finally:
+        tracemalloc.stop()
+    assert sum(1 for _ in documents) == count - 1
 
 
 @pytest.mark.parametrize(
