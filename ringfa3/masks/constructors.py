@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringfa3.masks.spans import Ints, empty, subtract, tight
-from ringfa3.validation import check_bool, check_window, shown, whole_numbers
+from ringfa3.validation import check_bool, check_window, shown, whole_number, whole_numbers
 
 UNLIMITED = 1 << 40  # beyond every diagonal; `tight` cuts it
 
@@ -24,8 +24,11 @@ def ranges(count: Ints) -> Ints:
 
 def per_document(name: str, value: Any, documents: int, least: int) -> Ints:
     """(documents,) of one whole number, or of one for each document; None is -1."""
-    given = value if isinstance(value, (list, tuple, np.ndarray)) else [value] * documents
-    numbers = whole_numbers(name, tuple(-1 if x is None else x for x in given))
+    if isinstance(value, (list, tuple, np.ndarray)):
+        given = list(value)
+    else:
+        given = [None if value is None else whole_number(name, value)] * documents
+    numbers = whole_numbers(name, [-1 if x is None else x for x in given])
     if len(numbers) != documents:
         raise ValueError(
             f"{name} has {len(numbers)} values, there are {documents} documents: give one value, "

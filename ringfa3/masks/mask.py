@@ -41,7 +41,7 @@ from ringfa3.masks.spans import (
     subtract,
     tight,
 )
-from ringfa3.validation import shown, whole_numbers
+from ringfa3.validation import shown, whole_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -197,7 +197,7 @@ class Mask:
         """
         k = q_tokens if k_tokens is None else k_tokens
         token_counts(q_tokens, k)
-        (size,) = whole_numbers("size", (size,))
+        size = whole_number("size", size)
         if size < 1:
             raise ValueError(f"size={size}: it must be at least 1")
         at = [integers(name, x, (-1,)) for name, x in (("rows", rows), ("columns", columns))]
