@@ -35,7 +35,9 @@ from ringfa3.validation import (
     sequence_lengths,
 )
 
-PLANS_KEPT = 64  # the most recent plans, which `plan_context` returns again
+# The most recent plans, which `plan_context` returns again; of each plan also the most recent ones
+# of other windows and masks.
+PLANS_KEPT = 64
 
 
 class ContextPlan(TokenShards):
@@ -141,8 +143,9 @@ class ContextPlan(TokenShards):
             window_size: (left, right) as in `plan_context`; `causal` stays as it is.
 
         Returns:
-            The same object for the same window, alive as long as this plan. This plan for its own
-            window. Work is balanced for the window that `plan_context` was given.
+            This plan for its own window. For another one the same object each time, until this plan
+            has made 64 plans of further windows and masks. Work is balanced for the window that
+            `plan_context` was given.
 
         Raises:
             ValueError, TypeError: window_size is not a pair as in `plan_context`, or the plan was
@@ -166,8 +169,10 @@ class ContextPlan(TokenShards):
             mask: of the same number of queries and keys. The new plan takes its positions from it.
 
         Returns:
-            The same object for an equal mask, alive as long as this plan. Work is balanced for what
-            `plan_context` was given.
+            This plan for its own mask. For another one the same object each time, until this plan
+            has made 64 plans of further windows and masks. So hold the plan until the backward of
+            a compiled function to which you gave it. Work is balanced for what `plan_context` was
+            given.
 
         Raises:
             ValueError: the mask has other numbers of tokens.

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import pickle
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-from ringfa3 import Mask, RingFA3Attention, flash_attn_mask_func, plan_context, ring_attn_func
+from ringfa3 import (
+    ContextPlan,
+    Mask,
+    RingFA3Attention,
+    flash_attn_mask_func,
+    plan_context,
+    ring_attn_func,
+)
 from ringfa3.build.units import UNITS
 from ringfa3.kernels import reference
+from ringfa3.planning.context_plan import PLANS_KEPT
 from ringfa3.planning.refinement import LEAST_KEY_TILE
 from tests.support.ranks import Ranks
 
@@ -86,6 +97,66 @@ def test_a_plan_of_documents_takes_a_mask() -> None:
     assert sum(masked.work_per_rank) == mask.pairs
     tree = plan.with_mask(Mask.tree([100, 64], [-1, 0]))
     assert tree.positions.tolist() == plan.token_index.tolist()
+
+
+def other_masks(plan: ContextPlan, count: int) -> list[int]:
+    """Handles of the plans of so many masks of one pair, none of which is held."""
+    tokens = plan.total_tokens
+    pairs = (divmod(n, tokens) for n in range(count))
+    handles = [plan.with_mask(Mask.blocks([r], [c], 1, tokens)).handle for r, c in pairs]
+    gc.collect()
+    return handles
+
+
+def test_a_plan_holds_a_bounded_number_of_masks() -> None:
+    """The last 64 of 80 masks. An equal mask gives the same plan until then, and later one of the
+    same digest."""
+    plan = plan_context([0, 100, 164], (1, 2))
+    first = plan.with_mask(Mask([], 164))
+    handles = other_masks(plan, PLANS_KEPT - 1)
+    assert plan.with_mask(Mask([], 164)) is first
+    handles = other_masks(plan, 80)
+    alive = 0
+    for handle in handles:
+        with contextlib.suppress(RuntimeError):
+            alive += ContextPlan.from_handle(handle) is not None
+    assert alive == PLANS_KEPT
+    again = plan.with_mask(Mask([], 164))
+    assert again is not first
+    assert again.digest == first.digest
+
+
+def _after_the_plan_was_dropped(group: dist.ProcessGroup) -> None:
+    """Backward passes after 80 further masks: of an eager call, of one in a checkpoint, and of a
+    compiled function that takes a window of its own."""
+    del group
+    mask, tokens = Mask.tree([8, 5, 6], [-1, 0, 0]), 19
+    torch._dynamo.reset()
+
+    def masked(x: torch.Tensor, plan: ContextPlan) -> torch.Tensor:
+        return ring_attn_func(x, x, x, plan.with_mask(mask))  # type: ignore[return-value]
+
+    def recomputed(x: torch.Tensor, plan: ContextPlan) -> torch.Tensor:
+        return checkpoint(masked, x, plan, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def windowed(x: torch.Tensor, plan: ContextPlan) -> torch.Tensor:
+        return ring_attn_func(x, x, x, plan.with_window((2, 0)))  # type: ignore[return-value]
+
+    compiled = torch.compile(windowed, backend="aot_eager", fullgraph=True)
+    for call, plain in ((masked, masked), (recomputed, masked), (compiled, windowed)):
+        plan = plan_context([0, 11, tokens], (0, 1))
+        leaf = torch.randn(tokens, 2, 8, requires_grad=True)
+        (expected,) = torch.autograd.grad(plain(leaf, plan).square().sum(), leaf)
+        out = call(leaf, plan)
+        variants = [p.handle for p in plan._variants.values()]
+        other_masks(plan, 80)
+        assert not set(variants) & {p.handle for p in plan._variants.values()}
+        assert torch.equal(torch.autograd.grad(out.square().sum(), leaf)[0], expected)
+
+
+def test_a_dropped_plan_breaks_no_call(ranks: Ranks) -> None:
+    """Reference: the same gradient before, exactly."""
+    ranks.run(1, _after_the_plan_was_dropped)
 
 
 def test_no_backward_has_smaller_tiles_than_refinement_assumes() -> None:
