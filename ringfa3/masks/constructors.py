@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ringfa3.masks.spans import Ints, empty, subtract, tight
+from ringfa3.masks.spans import UNLIMITED, Ints, empty, rectangles, subtract, tight
 from ringfa3.validation import check_bool, check_window, shown, whole_number, whole_numbers
-
-UNLIMITED = 1 << 40  # beyond every diagonal; `tight` cuts it
 
 
 def ranges(count: Ints) -> Ints:
@@ -142,12 +140,6 @@ def tree_spans(lengths: Ints, parents: Ints) -> tuple[Ints, Ints]:
     return tight(np.concatenate((own, below))), positions
 
 
-def square_spans(begins: Ints, ends: Ints) -> Ints:
-    """Tokens of each run [begin, end) attend to each other."""
-    wide = np.full_like(begins, UNLIMITED)
-    return tight(np.stack((begins, ends, begins, ends, -wide, wide), axis=1))
-
-
 def block_spans(rows: Ints, columns: Ints, size: int, q_tokens: int, k_tokens: int) -> Ints:
     """Blocks of size x size that are visible; neighbours in a row of blocks become one span."""
     if not len(rows):
@@ -157,13 +149,9 @@ def block_spans(rows: Ints, columns: Ints, size: int, q_tokens: int, k_tokens: i
     joins = (np.diff(rows) == 0) & (np.diff(columns) == 1)
     (begin,) = np.nonzero(np.concatenate(([True], ~joins)))
     end = np.concatenate((begin[1:], [len(rows)])) - 1
-    wide = np.full(len(begin), UNLIMITED)
-    spans = (
+    return rectangles(
         rows[begin] * size,
         np.minimum((rows[begin] + 1) * size, q_tokens),
         columns[begin] * size,
         np.minimum((columns[end] + 1) * size, k_tokens),
-        -wide,
-        wide,
     )
-    return tight(np.stack(spans, axis=1))

@@ -195,6 +195,12 @@ def test_a_mask_is_a_value() -> None:
     assert len({one, other, shuffled}) == 1
     assert one != Mask(one.spans, 9)  # other positions
     assert one != Mask.documents([0, 3, 9], causal=False)
+    one_span, two_spans = (
+        Mask([[0, 4, 0, 4, -3, 3]], 4),
+        Mask([[0, 4, 0, 2, -3, 1], [0, 4, 2, 4, -3, 1]], 4),
+    )
+    assert one_span != two_spans  # the same pairs
+    assert (one_span.dense() == two_spans.dense()).all()
     for array in (one.spans, one.positions, pickle.loads(pickle.dumps(one)).spans):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
