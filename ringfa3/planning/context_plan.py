@@ -179,12 +179,8 @@ class ContextPlan(TokenShards):
             TypeError: it is no Mask.
             RuntimeError: torch.compile traces the call.
         """
+        require_no_compiler("plan.with_mask")
         check_mask_tokens(mask, self.total_tokens, sum(s.tokens for s in self.key_shards))
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "plan.with_mask inside a compiled function: call it outside, and give the plan to "
-                "the function as an argument"
-            )
         return self._variant(mask, lambda origin: origin._masked(mask))
 
     def _variant(
@@ -282,6 +278,15 @@ def check_plan(plan: object) -> None:
         raise TypeError(f"plan must come from plan_context, got {type(plan).__name__}")
 
 
+def require_no_compiler(
+    function: str,
+    outside: str = "call it outside, and give the plan to the function as an argument",
+) -> None:
+    """Raises RuntimeError while torch.compile traces the call of a function."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{function} inside a compiled function: {outside}")
+
+
 @untraced
 def plan_context(
     cu_seqlens: Sequence[int] | torch.Tensor | int | Mask,
@@ -311,11 +316,7 @@ def plan_context(
         ValueError, TypeError: an argument is wrong; the message names it and what is allowed.
         RuntimeError: torch.compile traces the call.
     """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "plan_context inside a compiled function: call it outside, and give the plan to the "
-            "function as an argument"
-        )
+    require_no_compiler("plan_context")
     mask = cu_seqlens if isinstance(cu_seqlens, Mask) else None
     cu = b"" if isinstance(cu_seqlens, Mask) else cumulative_bytes("cu_seqlens", cu_seqlens)
     check_choice("layout", layout, LAYOUTS)

@@ -235,8 +235,18 @@ def _compiled(group: dist.ProcessGroup) -> None:
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, plan), attend(q, plan), rtol=0, atol=0)
 
+    documents = plan_context(19, (0, 1))
+    for refused, message in (
+        (lambda p: flash_attn_mask_func(q, k, v, mask), "plan to ring_attn_func inside"),
+        (lambda p: layer(q, k, v, p.with_mask(mask)), "plan.with_mask inside a compiled function"),
+        (lambda p: layer(q, k, v, p.with_window((3, 0)).with_mask(mask)), "plan.with_mask inside"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+            torch.compile(refused, backend="eager", fullgraph=True)(documents)
+
 
 def test_a_layer_and_a_compiled_function_take_a_plan_with_a_mask(ranks: Ranks) -> None:
-    """Reference: `flash_attn_mask_func`, exactly. Plans are made outside of the function. On a rank
-    of the pool, which has imported the compiler."""
+    """Reference: `flash_attn_mask_func`, exactly. An error says that plans are made outside. On a
+    rank of the pool, which has imported the compiler."""
     ranks.run(1, _compiled)
