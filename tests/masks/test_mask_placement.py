@@ -73,6 +73,37 @@ def test_first_keys_cost_their_own_rows(world: int) -> None:
     assert rows[0] < rows[1] <= 1.02 * rows[0]
 
 
+EQUALLY_MANY = Mask.documents([0, 300, 300, 800], [0, 500, 700, 800], causal=False)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        EQUALLY_MANY,
+        EQUALLY_MANY & Mask([[0, 800, 0, 790, -800, 800]], 800, 800),
+        Mask.pack([EQUALLY_MANY, EQUALLY_MANY]),
+    ],
+    ids=["documents", "intersection", "packed"],
+)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_as_many_keys_as_queries_may_be_other_tokens(world: int, layout: str, mask: Mask) -> None:
+    """Ranks hold equal numbers of keys, in order, with their positions. Work is at most 1.02 of the
+    mean. No tokens become bidirectional."""
+    plans = [plan_context(mask, (rank, world), layout) for rank in range(world)]
+    assert mask.cross
+    keys = torch.arange(mask.k_tokens)
+    held = [plan.shard_keys(keys) for plan in plans]
+    assert torch.equal(torch.cat(held), keys)
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+    positions = torch.cat([plan.key_positions for plan in plans])
+    assert positions.tolist() == mask.key_positions.tolist()
+    if layout == "zigzag":
+        assert max(plans[0].work_per_rank) * world <= 1.02 * mask.pairs
+    with pytest.raises(ValueError, match="need self-attention"):
+        mask.with_bidirectional([0], [2])
+
+
 def test_plans_of_equal_masks_are_one_object() -> None:
     mask, other = Mask.documents(64, chunk=16), Mask.documents(64, window_size=(3, 0))
     plan = plan_context(mask, (0, 2))
