@@ -16,7 +16,13 @@ from ringfa3.attention_op import out_shape, packed
 from ringfa3.custom_op import checkpointed
 from ringfa3.functional import flash_attn_func
 from ringfa3.masks.mask import Mask
-from ringfa3.planning.context_plan import ContextPlan, check_plan, dense_plan, plan_context
+from ringfa3.planning.context_plan import (
+    ContextPlan,
+    check_plan,
+    dense_plan,
+    plan_context,
+    require_no_compiler,
+)
 from ringfa3.planning.process_groups import Group, resolve_group
 from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import bind_to_group, default_group, raise_on_all_ranks
@@ -77,11 +83,10 @@ def flash_attn_mask_func(
         TypeError, ValueError: an argument is wrong; the message names it and what is allowed.
         RuntimeError: torch.compile traces the call.
     """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "flash_attn_mask_func inside a compiled function: make plan_context(mask, (0, 1)) "
-            "outside, and give the plan to ring_attn_func inside"
-        )
+    require_no_compiler(
+        "flash_attn_mask_func",
+        "make plan_context(mask, (0, 1)) outside, and give the plan to ring_attn_func inside",
+    )
     if not isinstance(mask, Mask):
         raise TypeError(
             f"mask must be a ringfa3.Mask, got {type(mask).__name__}: make one of spans, "

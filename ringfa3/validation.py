@@ -109,10 +109,7 @@ def check_transport(transport: str, device: torch.device) -> None:
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     given = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     for name, value in given.items():
-        try:
-            _whole(value)
-        except TypeError:
-            raise TypeError(f"{name}={shown(value)}: give a whole number") from None
+        whole_number(name, value)
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}, both > 0"
@@ -153,6 +150,14 @@ def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]
     if found and not -INT64_END <= min(found) <= max(found) < INT64_END:
         raise ValueError(f"{name} has the number {max(found, key=abs)}: it must fit in int64")
     return found
+
+
+def whole_number(name: str, value: SupportsIndex) -> int:
+    """The value as an int, which fits int64."""
+    try:
+        return whole_numbers(name, (value,))[0]
+    except TypeError:
+        raise TypeError(f"{name}={shown(value)}: give a whole number") from None
 
 
 def cumulative_bytes(name: str, cu_seqlens: Iterable[int] | torch.Tensor | int) -> bytes:

@@ -8,14 +8,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ringfa3.masks.spans import Ints
-from ringfa3.validation import cumulative_bytes, sequence_lengths, shown, whole_numbers
+from ringfa3.validation import (
+    INT64_END,
+    cumulative_bytes,
+    sequence_lengths,
+    shown,
+    whole_number,
+)
 
 MAX_TOKENS = 1 << 31
 
 
-def token_counts(q_tokens: object, k_tokens: object) -> tuple[int, int]:
+def token_counts(q_tokens: int, k_tokens: int) -> tuple[int, int]:
     """Two numbers of tokens. Raises ValueError, TypeError: one is none, or too large."""
-    q, k = whole_numbers("q_tokens, k_tokens", (q_tokens, k_tokens))  # type: ignore[arg-type]
+    q, k = whole_number("q_tokens", q_tokens), whole_number("k_tokens", k_tokens)
     if not (0 <= q < MAX_TOKENS and 0 <= k < MAX_TOKENS):
         raise ValueError(f"q_tokens, k_tokens = {q}, {k}: allowed are 0 to 2^31 - 1")
     return q, k
@@ -28,16 +34,22 @@ def document_lengths(name: str, cu: Any) -> Ints:
 
 def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> Ints:
     """An int64 copy. Raises TypeError: values are no whole numbers; ValueError: another shape."""
-    array = np.array(values if hasattr(values, "__len__") else list(values))  # type: ignore[arg-type]
+    try:
+        array = np.array(values if hasattr(values, "__len__") else list(values))  # type: ignore[arg-type]
+        if array.size and (array.dtype.kind not in "iu" or array.max() >= INT64_END):
+            raise TypeError(f"{array.dtype}")
+    except (TypeError, ValueError) as problem:  # also of one number, and of rows that differ
+        raise TypeError(
+            f"{name}={shown(values)}: give whole numbers, finite ones, of shape {shape}, where -1 "
+            "is any length"
+        ) from problem
     if array.size == 0:
         return np.zeros([0 if n < 0 else n for n in shape], np.int64)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{name}={shown(values)}: give whole numbers, finite ones")
     if array.ndim != len(shape) or any(
         n not in (m, -1) for m, n in zip(array.shape, shape, strict=True)
     ):
         raise ValueError(f"{name} has shape {array.shape}: give {shape}, -1 is any length")
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
 
 
 def checked_spans(spans: Ints, q_tokens: int, k_tokens: int) -> Ints:

@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ringfa3.masks.spans import Ints, empty, subtract, tight
-from ringfa3.validation import check_bool, check_window, shown, whole_numbers
-
-UNLIMITED = 1 << 40  # beyond every diagonal; `tight` cuts it
+from ringfa3.masks.spans import UNLIMITED, Ints, empty, rectangles, subtract, tight
+from ringfa3.validation import check_bool, check_window, shown, whole_number, whole_numbers
 
 
 def ranges(count: Ints) -> Ints:
@@ -24,8 +22,11 @@ def ranges(count: Ints) -> Ints:
 
 def per_document(name: str, value: Any, documents: int, least: int) -> Ints:
     """(documents,) of one whole number, or of one for each document; None is -1."""
-    given = value if isinstance(value, (list, tuple, np.ndarray)) else [value] * documents
-    numbers = whole_numbers(name, tuple(-1 if x is None else x for x in given))
+    if isinstance(value, (list, tuple, np.ndarray)):
+        given = list(value)
+    else:
+        given = [None if value is None else whole_number(name, value)] * documents
+    numbers = whole_numbers(name, [-1 if x is None else x for x in given])
     if len(numbers) != documents:
         raise ValueError(
             f"{name} has {len(numbers)} values, there are {documents} documents: give one value, "
@@ -139,12 +140,6 @@ def tree_spans(lengths: Ints, parents: Ints) -> tuple[Ints, Ints]:
     return tight(np.concatenate((own, below))), positions
 
 
-def square_spans(begins: Ints, ends: Ints) -> Ints:
-    """Tokens of each run [begin, end) attend to each other."""
-    wide = np.full_like(begins, UNLIMITED)
-    return tight(np.stack((begins, ends, begins, ends, -wide, wide), axis=1))
-
-
 def block_spans(rows: Ints, columns: Ints, size: int, q_tokens: int, k_tokens: int) -> Ints:
     """Blocks of size x size that are visible; neighbours in a row of blocks become one span."""
     if not len(rows):
@@ -154,13 +149,9 @@ def block_spans(rows: Ints, columns: Ints, size: int, q_tokens: int, k_tokens: i
     joins = (np.diff(rows) == 0) & (np.diff(columns) == 1)
     (begin,) = np.nonzero(np.concatenate(([True], ~joins)))
     end = np.concatenate((begin[1:], [len(rows)])) - 1
-    wide = np.full(len(begin), UNLIMITED)
-    spans = (
+    return rectangles(
         rows[begin] * size,
         np.minimum((rows[begin] + 1) * size, q_tokens),
         columns[begin] * size,
         np.minimum((columns[end] + 1) * size, k_tokens),
-        -wide,
-        wide,
     )
-    return tight(np.stack(spans, axis=1))

@@ -23,7 +23,6 @@ from ringfa3.masks.constructors import (
     block_spans,
     document_spans,
     ranges,
-    square_spans,
     tree_spans,
 )
 from ringfa3.masks.plot import plot
@@ -38,10 +37,11 @@ from ringfa3.masks.spans import (
     meet,
     pairs,
     pairs_by_row,
+    rectangles,
     subtract,
     tight,
 )
-from ringfa3.validation import shown, whole_numbers
+from ringfa3.validation import shown, whole_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,14 +52,16 @@ MAX_CELLS = 1 << 28  # of `Mask.dense`
 class Mask:
     """Which queries attend to which keys: a union of spans that do not overlap. It never changes.
 
-    Row r of [q0, q1) attends to column c of [k0, k1) iff lo <= (c - k0) - (r - q0) <= hi. Masks
-    compare and hash by their digest, and can be pickled.
+    Row r of [q0, q1) attends to column c of [k0, k1) iff lo <= (c - k0) - (r - q0) <= hi. Masks can
+    be pickled, and are equal if their spans, numbers of tokens and positions are: the same pairs
+    cut into other spans are another mask.
 
     Args:
         spans: (n, 6) whole numbers, rows of q0, q1, k0, k1, lo, hi. Spans without a pair are
             dropped.
         q_tokens: number of queries.
-        k_tokens: number of keys; None for self-attention, in which keys are the queries' tokens.
+        k_tokens: number of keys. Keys are the queries' tokens, self-attention, if it is None, or
+            equal to q_tokens without key_positions.
         positions: (q_tokens,) position of each query in its document, for rotary embeddings;
             default 0, 1, 2, ...
         key_positions: (k_tokens,) the same of keys; default that of queries in self-attention.
@@ -197,7 +199,7 @@ class Mask:
         """
         k = q_tokens if k_tokens is None else k_tokens
         token_counts(q_tokens, k)
-        (size,) = whole_numbers("size", (size,))
+        size = whole_number("size", size)
         if size < 1:
             raise ValueError(f"size={size}: it must be at least 1")
         at = [integers(name, x, (-1,)) for name, x in (("rows", rows), ("columns", columns))]
@@ -250,7 +252,7 @@ class Mask:
                 "runs need self-attention"
             )
         begin, end = checked_runs(begins, ends, self.q_tokens)
-        return self | self._of(square_spans(begin, end), self.q_tokens, self.k_tokens)
+        return self | self._of(rectangles(begin, end, begin, end), self.q_tokens, self.k_tokens)
 
     def with_prefix(self, lengths: Sequence[int] | int) -> Mask:
         """A prefix-LM: the first tokens of each document also attend to each other.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringfa3.masks.spans import Ints, intersect
+from ringfa3.masks.spans import Ints, intersect, rectangles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,9 +40,7 @@ def _rows(tokens: Ints, k_tokens: int) -> Ints:
     starts = np.flatnonzero(np.diff(tokens, prepend=-2) != 1)
     begin = tokens[starts]
     size = np.diff(np.concatenate((starts, [len(tokens)])))
-    wide = np.full(len(begin), 1 << 40)
-    columns = (begin, begin + size, 0 * begin, 0 * begin + k_tokens, -wide, wide)
-    return np.stack(columns, axis=1)
+    return rectangles(begin, begin + size, np.zeros_like(begin), np.full_like(begin, k_tokens))
 
 
 def polygons(spans: Ints) -> list[list[tuple[int, int]]]:

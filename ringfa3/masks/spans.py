@@ -19,6 +19,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+UNLIMITED = 1 << 40  # beyond every diagonal; `tight` cuts it
 MAX_PAIRS = 1 << 20  # candidates that one step of a search holds in memory
 
 
@@ -53,6 +54,12 @@ def tight(spans: Ints) -> Ints:
     np.maximum(kept[:, 4], kept[:, 2] - kept[:, 1] + 1, out=kept[:, 4])
     np.minimum(kept[:, 5], kept[:, 3] - kept[:, 0] - 1, out=kept[:, 5])
     return kept
+
+
+def rectangles(q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> Ints:
+    """Spans whose rows attend to all of their columns."""
+    wide = np.full_like(q0, UNLIMITED)
+    return tight(np.stack((q0, q1, k0, k1, -wide, wide), axis=1))
 
 
 def pairs(spans: Ints) -> Ints:
@@ -188,11 +195,11 @@ def subtract(b: Ints, a: Ints) -> Ints:
     count = np.bincount(j, minlength=len(b))
     first = np.cumsum(count) - count
     (origin,) = np.nonzero(count)
-    parts, turn = b[origin], 0
+    parts, n = b[origin], 0
     while len(parts):
-        parts, kept_from = _subtract_one(parts, a[i[first[origin] + turn]])
-        origin, turn = origin[kept_from], turn + 1
-        done = count[origin] <= turn
+        parts, kept_from = _subtract_one(parts, a[i[first[origin] + n]])
+        origin, n = origin[kept_from], n + 1
+        done = count[origin] <= n
         result.append(parts[done])
         parts, origin = parts[~done], origin[~done]
     return np.concatenate(result)

@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ringfa3.masks.arguments import integers
 from ringfa3.masks.mask import Mask
 from ringfa3.masks.spans import Ints
+from ringfa3.validation import whole_number
 
 IGNORED = -100  # the label of `torch.nn.functional.cross_entropy` that has no loss
 _NUMBER = np.dtype(">i8")  # its bytes sort as the numbers do, from 0 on
@@ -69,12 +71,15 @@ def fold(
             are computed once.
         weights: of each sequence, for each token, the weight of its loss as a label: 0 for a
             prompt's, the advantage for a response's. That of the first token has no use. Default 1.
-        min_shared: sequences part earlier if they share less tokens than that after the last
+        min_shared: sequences part earlier if they share fewer tokens than that after the last
             branch. Short nodes cost more than they save; 128 tokens are a tile of the kernels.
 
     Raises:
-        ValueError, TypeError: a sequence is empty or has other values, or weights do not fit.
+        ValueError, TypeError: a sequence is empty or has other values, weights do not fit, or
+            min_shared is less than 1 or no whole number.
     """
+    if whole_number("min_shared", min_shared) < 1:
+        raise ValueError(f"min_shared={min_shared}: it must be at least 1")
     numbers = [_numbers(i, sequence) for i, sequence in enumerate(sequences)]
     factors = [np.ones(len(x)) for x in numbers] if weights is None else _factors(numbers, weights)
     keys = [x.astype(_NUMBER).tobytes() for x in numbers]
@@ -93,8 +98,8 @@ def fold(
         labels[row : row + len(after)] = after
     mask = Mask.tree(lengths.tolist(), [node.parent for node in nodes])
     sums, rows = np.zeros(total), [np.zeros(0, np.int64)] * len(numbers)
-    for place, i in enumerate(order):
-        rows[i] = _path(nodes, first, leaves[place], len(numbers[i]))
+    for leaf, i in zip(leaves, order, strict=True):
+        rows[i] = _path(nodes, first, leaf, len(numbers[i]))
         sums[rows[i][:-1]] += factors[i][1:]
     return Folded(
         torch.from_numpy(tokens),
@@ -106,15 +111,13 @@ def fold(
     )
 
 
-def _numbers(number: int, sequence: object) -> Ints:
-    array = np.asarray(sequence)
-    if array.ndim != 1 or len(array) == 0:
-        raise ValueError(f"sequences[{number}] has shape {array.shape}: give (tokens,), at least 1")
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"sequences[{number}] has {array.dtype}: give whole numbers")
-    if array.min() < 0:
-        raise ValueError(f"sequences[{number}] has the token {array.min()}: give tokens >= 0")
-    return array.astype(np.int64)
+def _numbers(number: int, sequence: npt.ArrayLike) -> Ints:
+    tokens = integers(f"sequences[{number}]", sequence, (-1,))
+    if len(tokens) == 0:
+        raise ValueError(f"sequences[{number}] has no tokens: give at least 1")
+    if tokens.min() < 0:
+        raise ValueError(f"sequences[{number}] has the token {tokens.min()}: give tokens >= 0")
+    return tokens
 
 
 def _factors(numbers: list[Ints], weights: Sequence[object]) -> list[npt.NDArray[np.float64]]:

@@ -35,7 +35,9 @@ from ringfa3.validation import (
     sequence_lengths,
 )
 
-PLANS_KEPT = 64  # the most recent plans, which `plan_context` returns again
+# The most recent plans, which `plan_context` returns again; of each plan also the most recent ones
+# of other windows and masks.
+PLANS_KEPT = 64
 
 
 class ContextPlan(TokenShards):
@@ -141,8 +143,9 @@ class ContextPlan(TokenShards):
             window_size: (left, right) as in `plan_context`; `causal` stays as it is.
 
         Returns:
-            The same object for the same window, alive as long as this plan. This plan for its own
-            window. Work is balanced for the window that `plan_context` was given.
+            This plan for its own window. For another one the same object each time, until this plan
+            has made 64 plans of further windows and masks. Work is balanced for the window that
+            `plan_context` was given.
 
         Raises:
             ValueError, TypeError: window_size is not a pair as in `plan_context`, or the plan was
@@ -166,20 +169,18 @@ class ContextPlan(TokenShards):
             mask: of the same number of queries and keys. The new plan takes its positions from it.
 
         Returns:
-            The same object for an equal mask, alive as long as this plan. Work is balanced for what
-            `plan_context` was given.
+            This plan for its own mask. For another one the same object each time, until this plan
+            has made 64 plans of further windows and masks. So hold the plan until the backward of
+            a compiled function to which you gave it. Work is balanced for what `plan_context` was
+            given.
 
         Raises:
             ValueError: the mask has other numbers of tokens.
             TypeError: it is no Mask.
             RuntimeError: torch.compile traces the call.
         """
+        require_no_compiler("plan.with_mask")
         check_mask_tokens(mask, self.total_tokens, sum(s.tokens for s in self.key_shards))
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "plan.with_mask inside a compiled function: call it outside, and give the plan to "
-                "the function as an argument"
-            )
         return self._variant(mask, lambda origin: origin._masked(mask))
 
     def _variant(
@@ -277,6 +278,15 @@ def check_plan(plan: object) -> None:
         raise TypeError(f"plan must come from plan_context, got {type(plan).__name__}")
 
 
+def require_no_compiler(
+    function: str,
+    outside: str = "call it outside, and give the plan to the function as an argument",
+) -> None:
+    """Raises RuntimeError while torch.compile traces the call of a function."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{function} inside a compiled function: {outside}")
+
+
 @untraced
 def plan_context(
     cu_seqlens: Sequence[int] | torch.Tensor | int | Mask,
@@ -306,11 +316,7 @@ def plan_context(
         ValueError, TypeError: an argument is wrong; the message names it and what is allowed.
         RuntimeError: torch.compile traces the call.
     """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "plan_context inside a compiled function: call it outside, and give the plan to the "
-            "function as an argument"
-        )
+    require_no_compiler("plan_context")
     mask = cu_seqlens if isinstance(cu_seqlens, Mask) else None
     cu = b"" if isinstance(cu_seqlens, Mask) else cumulative_bytes("cu_seqlens", cu_seqlens)
     check_choice("layout", layout, LAYOUTS)

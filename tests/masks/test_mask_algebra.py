@@ -195,6 +195,12 @@ def test_a_mask_is_a_value() -> None:
     assert len({one, other, shuffled}) == 1
     assert one != Mask(one.spans, 9)  # other positions
     assert one != Mask.documents([0, 3, 9], causal=False)
+    one_span, two_spans = (
+        Mask([[0, 4, 0, 4, -3, 3]], 4),
+        Mask([[0, 4, 0, 2, -3, 1], [0, 4, 2, 4, -3, 1]], 4),
+    )
+    assert one_span != two_spans  # the same pairs
+    assert (one_span.dense() == two_spans.dense()).all()
     for array in (one.spans, one.positions, pickle.loads(pickle.dumps(one)).spans):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
@@ -208,9 +214,19 @@ def test_a_mask_is_a_value() -> None:
         (lambda: Mask([[0, 4, 0, 4, 0, np.inf]], 4), "give whole numbers, finite ones"),
         (lambda: Mask([[0, 4, 0, 4]], 4), r"spans has shape \(1, 4\)"),
         (lambda: Mask([], -1), "q_tokens, k_tokens = -1, -1: allowed are 0"),
+        (lambda: Mask([], 8.0), "q_tokens=8.0: give a whole number"),  # type: ignore[arg-type]
+        (lambda: Mask([], 8, "9"), "k_tokens='9': give a whole number"),  # type: ignore[arg-type]
+        (lambda: Mask(5, 4), "spans=5: give whole numbers"),
+        (lambda: Mask([[0, 4], [0]], 4), r"spans=\[\[0, 4\], \[0\]\]: give whole numbers"),
+        (lambda: Mask(np.array([[0, 4, 0, 4, 2**64 - 5, 0]], np.uint64), 4), "spans=.*: give"),
+        (lambda: Mask([[0, 4, 0, 4, 2**70, 0]], 4), "spans=.*: give whole numbers"),
         (lambda: Mask([], 2, positions=[0]), "positions has 1 values"),
         (lambda: Mask.documents([0, 3], [0, 3, 4]), "cu has 1 documents, cu_k has 2"),
         (lambda: Mask.documents([0, 3], chunk=0), "chunk=0: each must be at least 1"),
+        (lambda: Mask.documents(8, chunk=2.0), "chunk=2.0: give a whole number"),
+        (lambda: Mask.documents(8, first_keys=True), "first_keys=True: give a whole number"),
+        (lambda: Mask.documents(0, first_keys="a"), "first_keys='a': give a whole number"),
+        (lambda: Mask.documents(8, first_keys=[1.5]), "first_keys=.*: give a sequence of whole"),
         (lambda: Mask.documents([0, 3], first_keys=-2), "first_keys=-2: each must be at least 0"),
         (lambda: Mask.documents([0, 3], first_keys=[1, 2]), "first_keys has 2 values"),
         (lambda: Mask.documents([0, 3], window_size=[(1, 0)] * 2), "window_size has 2 pairs"),
@@ -218,8 +234,18 @@ def test_a_mask_is_a_value() -> None:
         (lambda: Mask.tree([1, 1, 1, 1], [-1, 0, 1, 5]), r"parents\[3\]=5: .* depth-first"),
         (lambda: Mask.tree([1, 1, 1, 1], [-1, 0, 0, 1]), r"parents\[3\]=1: .* depth-first"),
         (lambda: Mask.tree([1], [0]), r"parents\[0\]=0"),
+        (lambda: Mask.tree(8, [-1]), "lengths=8: give whole numbers"),  # type: ignore[arg-type]
+        (lambda: Mask.tree([8], None), "parents=None: give whole numbers"),  # type: ignore[arg-type]
+        (lambda: Mask.tree([-1], [-1]), "lengths must be at least 0"),
+        (lambda: Mask.tree([1], [-2]), "parents at least -1"),
+        (lambda: Mask.tree([1, 2], [-1]), "lengths has 2 nodes, parents has 1"),
         (lambda: Mask.blocks([0, 0], [1, 1], 2, 4), r"\(0, 1\) is there twice"),
         (lambda: Mask.blocks([2], [0], 2, 4), "rows has blocks 2 to 2"),
+        (lambda: Mask.blocks([0], [3], 2, 4, 6), "columns has blocks 3 to 3; 6 tokens"),
+        (lambda: Mask.blocks([0], [-1], 2, 4), "columns has blocks -1 to -1"),
+        (lambda: Mask.blocks([0, 1], [0], 2, 4), "rows has 2 blocks, columns has 1"),
+        (lambda: Mask.blocks([0], [0], 0, 4), "size=0: it must be at least 1"),
+        (lambda: Mask.blocks([0], [0], 2.0, 4), "size=2.0: give a whole"),  # type: ignore[arg-type]
         (lambda: Mask.documents(4).with_bidirectional([0, 1], [2, 3]), "overlap"),
         (lambda: Mask.documents(4).with_bidirectional([2], [5]), "from 2 to 5"),
         (lambda: Mask.documents(4, 6).with_bidirectional([0], [2]), "need self-attention"),

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import pickle
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-from ringfa3 import Mask, RingFA3Attention, flash_attn_mask_func, plan_context, ring_attn_func
+from ringfa3 import (
+    ContextPlan,
+    Mask,
+    RingFA3Attention,
+    flash_attn_mask_func,
+    plan_context,
+    ring_attn_func,
+)
 from ringfa3.build.units import UNITS
 from ringfa3.kernels import reference
+from ringfa3.planning.context_plan import PLANS_KEPT
 from ringfa3.planning.refinement import LEAST_KEY_TILE
 from tests.support.ranks import Ranks
 
@@ -62,6 +73,37 @@ def test_first_keys_cost_their_own_rows(world: int) -> None:
     assert rows[0] < rows[1] <= 1.02 * rows[0]
 
 
+EQUALLY_MANY = Mask.documents([0, 300, 300, 800], [0, 500, 700, 800], causal=False)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        EQUALLY_MANY,
+        EQUALLY_MANY & Mask([[0, 800, 0, 790, -800, 800]], 800, 800),
+        Mask.pack([EQUALLY_MANY, EQUALLY_MANY]),
+    ],
+    ids=["documents", "intersection", "packed"],
+)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_as_many_keys_as_queries_may_be_other_tokens(world: int, layout: str, mask: Mask) -> None:
+    """Ranks hold equal numbers of keys, in order, with their positions. Work is at most 1.02 of the
+    mean. No tokens become bidirectional."""
+    plans = [plan_context(mask, (rank, world), layout) for rank in range(world)]
+    assert mask.cross
+    keys = torch.arange(mask.k_tokens)
+    held = [plan.shard_keys(keys) for plan in plans]
+    assert torch.equal(torch.cat(held), keys)
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+    positions = torch.cat([plan.key_positions for plan in plans])
+    assert positions.tolist() == mask.key_positions.tolist()
+    if layout == "zigzag":
+        assert max(plans[0].work_per_rank) * world <= 1.02 * mask.pairs
+    with pytest.raises(ValueError, match="need self-attention"):
+        mask.with_bidirectional([0], [2])
+
+
 def test_plans_of_equal_masks_are_one_object() -> None:
     mask, other = Mask.documents(64, chunk=16), Mask.documents(64, window_size=(3, 0))
     plan = plan_context(mask, (0, 2))
@@ -86,6 +128,66 @@ def test_a_plan_of_documents_takes_a_mask() -> None:
     assert sum(masked.work_per_rank) == mask.pairs
     tree = plan.with_mask(Mask.tree([100, 64], [-1, 0]))
     assert tree.positions.tolist() == plan.token_index.tolist()
+
+
+def other_masks(plan: ContextPlan, count: int) -> list[int]:
+    """Handles of the plans of so many masks of one pair, none of which is held."""
+    tokens = plan.total_tokens
+    pairs = (divmod(n, tokens) for n in range(count))
+    handles = [plan.with_mask(Mask.blocks([r], [c], 1, tokens)).handle for r, c in pairs]
+    gc.collect()
+    return handles
+
+
+def test_a_plan_holds_a_bounded_number_of_masks() -> None:
+    """The last 64 of 80 masks. An equal mask gives the same plan until then, and later one of the
+    same digest."""
+    plan = plan_context([0, 100, 164], (1, 2))
+    first = plan.with_mask(Mask([], 164))
+    handles = other_masks(plan, PLANS_KEPT - 1)
+    assert plan.with_mask(Mask([], 164)) is first
+    handles = other_masks(plan, 80)
+    alive = 0
+    for handle in handles:
+        with contextlib.suppress(RuntimeError):
+            alive += ContextPlan.from_handle(handle) is not None
+    assert alive == PLANS_KEPT
+    again = plan.with_mask(Mask([], 164))
+    assert again is not first
+    assert again.digest == first.digest
+
+
+def _after_the_plan_was_dropped(group: dist.ProcessGroup) -> None:
+    """Backward passes after 80 further masks: of an eager call, of one in a checkpoint, and of a
+    compiled function that takes a window of its own."""
+    del group
+    mask, tokens = Mask.tree([8, 5, 6], [-1, 0, 0]), 19
+    torch._dynamo.reset()
+
+    def masked(x: torch.Tensor, plan: ContextPlan) -> torch.Tensor:
+        return ring_attn_func(x, x, x, plan.with_mask(mask))  # type: ignore[return-value]
+
+    def recomputed(x: torch.Tensor, plan: ContextPlan) -> torch.Tensor:
+        return checkpoint(masked, x, plan, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def windowed(x: torch.Tensor, plan: ContextPlan) -> torch.Tensor:
+        return ring_attn_func(x, x, x, plan.with_window((2, 0)))  # type: ignore[return-value]
+
+    compiled = torch.compile(windowed, backend="aot_eager", fullgraph=True)
+    for call, plain in ((masked, masked), (recomputed, masked), (compiled, windowed)):
+        plan = plan_context([0, 11, tokens], (0, 1))
+        leaf = torch.randn(tokens, 2, 8, requires_grad=True)
+        (expected,) = torch.autograd.grad(plain(leaf, plan).square().sum(), leaf)
+        out = call(leaf, plan)
+        variants = [p.handle for p in plan._variants.values()]
+        other_masks(plan, 80)
+        assert not set(variants) & {p.handle for p in plan._variants.values()}
+        assert torch.equal(torch.autograd.grad(out.square().sum(), leaf)[0], expected)
+
+
+def test_a_dropped_plan_breaks_no_call(ranks: Ranks) -> None:
+    """Reference: the same gradient before, exactly."""
+    ranks.run(1, _after_the_plan_was_dropped)
 
 
 def test_no_backward_has_smaller_tiles_than_refinement_assumes() -> None:
@@ -164,8 +266,18 @@ def _compiled(group: dist.ProcessGroup) -> None:
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, plan), attend(q, plan), rtol=0, atol=0)
 
+    documents = plan_context(19, (0, 1))
+    for refused, message in (
+        (lambda p: flash_attn_mask_func(q, k, v, mask), "plan to ring_attn_func inside"),
+        (lambda p: layer(q, k, v, p.with_mask(mask)), "plan.with_mask inside a compiled function"),
+        (lambda p: layer(q, k, v, p.with_window((3, 0)).with_mask(mask)), "plan.with_mask inside"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+            torch.compile(refused, backend="eager", fullgraph=True)(documents)
+
 
 def test_a_layer_and_a_compiled_function_take_a_plan_with_a_mask(ranks: Ranks) -> None:
-    """Reference: `flash_attn_mask_func`, exactly. Plans are made outside of the function. On a rank
-    of the pool, which has imported the compiler."""
+    """Reference: `flash_attn_mask_func`, exactly. An error says that plans are made outside. On a
+    rank of the pool, which has imported the compiler."""
     ranks.run(1, _compiled)

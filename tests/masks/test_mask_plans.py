@@ -95,6 +95,15 @@ def test_bands_of_one_pair_of_segments_that_stay_apart(world: int, n: int) -> No
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_as_many_keys_as_queries_of_other_documents(layout: str) -> None:
+    """80 queries and 80 keys over three ranks: every pair once."""
+    mask = Mask.documents([0, 30, 80], [0, 50, 80], causal=False)
+    plans = plans_of(mask, 3, layout)
+    for mode in MODES:
+        np.testing.assert_array_equal(coverage(plans, mode, 16, 16), mask.dense())
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_runs_of_keys_that_begin_inside_a_segment(layout: str) -> None:
     """A window of 20 keys over three ranks: every pair once."""
     mask = Mask.documents(300, window_size=(20, 0))

@@ -17,6 +17,7 @@ from ringfa3 import Mask, flash_attn_mask_func
 from ringfa3.masks.trees import IGNORED, fold
 
 VOCABULARY, DIM, HEADS = 7, 16, 2
+NO_NUMBERS = ("a", None, 1.5, True)
 
 
 class Model(nn.Module):
@@ -131,13 +132,17 @@ def test_sequences_share_what_is_equal() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([[1], []],), r"sequences\[1\] has shape \(0,\)"),
-        (([[1.5]],), r"sequences\[0\] has float64"),
+        (([[1], []],), r"sequences\[1\] has no tokens"),
+        (([[1.5]],), r"sequences\[0\]=\[1.5\]: give whole numbers"),
+        (([[1], 5],), r"sequences\[1\]=5: give whole numbers"),
+        (([[[1, 2]]],), r"sequences\[0\] has shape \(1, 2\)"),
         (([[1, -2]],), r"sequences\[0\] has the token -2"),
         (([[1, 2]], [[1.0]]), r"weights\[0\] has shape \(1,\)"),
         (([[1, 2]], []), "weights has 0 sequences, there are 1"),
+        *[(([[1, 2]], None, x), f"min_shared={x!r}: give a whole number") for x in NO_NUMBERS],
+        *[(([[1, 2]], None, x), f"min_shared={x}: it must be at least 1") for x in (0, -3)],
     ],
 )
-def test_wrong_sequences_are_named(arguments: tuple[object, ...], message: str) -> None:
+def test_what_is_wrong_is_named(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         fold(*arguments)  # type: ignore[arg-type]
