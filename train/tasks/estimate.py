@@ -28,6 +28,7 @@ from train.estimate.prediction import (
     smallest_change,
 )
 from train.paths import expand
+from train.run.held_run import held_compile
 from train.run.run_folder import RunFolder, write_atomically
 
 
@@ -40,9 +41,11 @@ def run(config: Config, gpus: int) -> bool:
     """
     if os.environ.get("RANK", "0") != "0":
         return True
-    job = Job(config, gpus, config.estimate.gpus_per_host, _rows(config), _documents(config))
-    here = torch.cuda.device_count() >= job.ranks_per_host
-    prediction, limits = predict(job), limits_of(config, here)
+    config.train.compile = held_compile(config)
+    per_host = config.estimate.gpus_per_host
+    here = torch.cuda.device_count() >= min(gpus, per_host)
+    job = Job(config, gpus, per_host, _rows(config), _documents(config), here)
+    prediction, limits = predict(job), limits_of(job)
     change = smallest_change(job, limits)
     folder = RunFolder(config)
     folder.make()
@@ -65,7 +68,7 @@ def before_run(config: Config, corpus: Corpus, device: torch.device) -> Predicti
     job = Job(config, world, per_host, rows, samples[0].cu_seqlens, here=True)
     total = torch.cuda.get_device_properties(device).total_memory
     try:
-        return require_fit(job, limits_of(config, here=True, device=total))
+        return require_fit(job, limits_of(job, total))
     except UnpredictableError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"No prediction of memory and time: {error}", flush=True)
