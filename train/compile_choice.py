@@ -6,7 +6,8 @@ import os
 import shutil
 from importlib.util import find_spec
 
-from train.config import AUTO, Config
+from train.config import Config
+from train.sections.training import AUTO
 
 
 def obstacle(config: Config) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.config import PLAIN, Config, ConfigError, DataConfig
+from train.config import Config, ConfigError, DataConfig
 from train.data.corpus import find_files, read_documents
 from train.data.documents import Documents
 from train.data.encoder import DocumentEncoder
@@ -18,6 +18,7 @@ from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import read_manifest_metadata
 from train.run.run_config import read_config
 from train.run.run_folder import RunFolder
+from train.sections.data import PLAIN
 from train.text.files import LeftOut, NotReadError
 
 BATCH_DOCUMENTS = 64

@@ -18,8 +18,9 @@ from ringfa3.validation import (
 )
 from train.checks import engine, model
 from train.checks.config import check
-from train.config import ConfigError, EngineConfig, SourceConfig
+from train.config import ConfigError, EngineConfig
 from train.keys import get, schema
+from train.sections.data import SourceConfig
 
 ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
 

@@ -24,12 +24,12 @@ from train.config import (
     EngineConfig,
     MemoryConfig,
     ModelConfig,
-    RopeConfig,
     register_schema,
     resolve,
 )
 from train.estimate.job import COVERED, Job, UnpredictableError
 from train.estimate.prediction import Limits, fewer_layers, predict, require_fit, smallest_change
+from train.sections.model import RopeConfig
 from train.tasks import estimate
 from train.tasks.estimate import errors_of
 
