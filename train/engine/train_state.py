@@ -10,10 +10,10 @@ from typing import Any
 from train.config import Config, ConfigError, from_plain
 from train.data.shards import Corpus
 from train.data.tokenizer import load_tokenizer
-from train.engine.checkpoint import load_tensors, read_manifest_metadata
 from train.engine.engine import Engine
 from train.engine.shard import Shard
 from train.engine.spike_filter import SpikeFilter
+from train.engine.stored_checkpoint import load_tensors, read_manifest_metadata
 from train.keys import flatten, shown
 from train.model.transformer import Transformer
 

@@ -16,10 +16,10 @@ from train.config import Config, ConfigError
 from train.data.mixture import long_documents
 from train.data.shards import open_corpus
 from train.data.tokenizer import vocabulary_size
-from train.engine.deterministic import make_deterministic
 from train.engine.parallel import ParallelLayout, choose_device, from_rank_0, join, shutdown
 from train.log.profiler import require_profilable
 from train.run.affinity import set_affinity
+from train.run.deterministic import make_deterministic
 from train.run.failure import FailureReport, redirect_output
 from train.run.held_run import held_compile
 from train.run.run_folder import RunFolder, write_atomically

@@ -109,11 +109,11 @@ MEASURED = [  # of one H200 or two: model, layers, tokens, engine, GPUs, compile
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_predicted_steps_are_those_that_were_measured(case):
-    """docs/benchmarks/training.md, within 5%. Only a change of the arithmetic can fail for a step to
-    which configs/hardware/h200.yaml is fitted: compiled_bytes to both compiled steps,
-    elementwise_bytes and the first of matmul_tflops to steps of 125m, the last to steps of 8b.
+    """docs/benchmarks/training.md, within 5%.
 
-    compiled_bytes is a compromise: 210 and 480 would give the two steps exactly.
+    configs/hardware/h200.yaml is fitted to some of these steps, for which only a change of the
+    arithmetic fails: compiled_bytes to both compiled ones (210 and 480 would give them exactly),
+    elementwise_bytes and the first of matmul_tflops to 125m, the last of matmul_tflops to 8b.
     """
     model, layers, tokens, engine, gpus, compile, offload, seconds = case
     made = job(model, tokens, engine, gpus, offload=offload)
