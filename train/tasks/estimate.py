@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from train.config import Config
+from train.console import LineConsole
 from train.data.mixture import training_samples
 from train.data.shards import Corpus
 from train.data.tokenizer import load_tokenizer, vocabulary_size
@@ -51,7 +51,7 @@ def run(config: Config, gpus: int) -> bool:
     folder.make()
     path = folder.path / "estimate.json"
     write_atomically(path, json.dumps(as_json(prediction, limits, change), indent=1) + "\n")
-    show(prediction, limits, change, Console(markup=False, highlight=False), path)
+    show(prediction, limits, change, LineConsole(), path)
     return not prediction.problems(limits)
 
 
@@ -121,7 +121,7 @@ def as_json(prediction: Prediction, limits: Limits, change: list[str]) -> dict[s
 
 
 def show(
-    prediction: Prediction, limits: Limits, change: list[str], console: Console, path: Path
+    prediction: Prediction, limits: Limits, change: list[str], console: LineConsole, path: Path
 ) -> None:
     """Print the prediction as a table, with its verdict."""
     job, memory, time = prediction.job, prediction.memory, prediction.time
@@ -149,21 +149,21 @@ def show(
         table.add_row("host, available (give hardware.host_gb)", "?")
     console.print(table)
     if time is None:
-        console.print(f"No time of a step: {prediction.no_time}", soft_wrap=True)
+        console.print(f"No time of a step: {prediction.no_time}")
     else:
         parts = ", ".join(f"{name} {s:.1f}" for name, s in time.seconds.items() if s >= 0.05)
         shares = ", ".join(f"{k.upper()} {100 * v:.0f}%" for k, v in time.utilisation.items())
-        console.print(f"A step: {time.total:.1f} s ({parts}); {shares}", soft_wrap=True)
+        console.print(f"A step: {time.total:.1f} s ({parts}); {shares}")
     problems = prediction.problems(limits)
     for problem in problems:
-        console.print(f"Does not fit: {problem}", soft_wrap=True)
+        console.print(f"Does not fit: {problem}")
     if problems:
         remedy = " ".join(change) if change else "none of memory, engine and up to 8 times the GPUs"
-        console.print(f"The smallest change that fits: {remedy}", soft_wrap=True)
+        console.print(f"The smallest change that fits: {remedy}")
     else:
         less = " ".join(fewer_layers(job, limits))
         console.print(f"It fits, also with {less}, which is faster." if less else "It fits.")
-    console.print(f"Written to {path}", soft_wrap=True)
+    console.print(f"Written to {path}")
 
 
 def _rows(config: Config) -> int:
