@@ -78,6 +78,10 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
             "cannot; nearest valid: train.compile=auto (or memory.offload=none)",
         ),
         (
+            {"train.compile": "block", "train.deterministic": True},
+            "by timing them; nearest valid: train.compile=auto (or train.deterministic=false)",
+        ),
+        (
             {"train.compile": "block", "train.attention": "sdpa"},
             "nearest valid: train.compile=auto (or train.attention=ringfa3)",
         ),
