@@ -42,7 +42,6 @@ from train.checks.config import check
 from train.config import Config, ConfigError, register_schema
 from train.data.batches import Batch, make_batch
 from train.data.samples import IGNORED, Sample
-from train.engine.deterministic import make_deterministic
 from train.engine.engine import Engine
 from train.engine.make_engine import make_engine
 from train.engine.parallel import choose_device, join
@@ -51,6 +50,7 @@ from train.model.transformer import Transformer
 from train.model.window import widest
 from train.pretrain import explain
 from train.run.affinity import set_affinity
+from train.run.deterministic import make_deterministic
 from train.run.inherit import resolve_inherited
 from train.run.schedule import learning_rate
 

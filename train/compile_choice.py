@@ -6,19 +6,25 @@ import os
 import shutil
 from importlib.util import find_spec
 
-from train.config import AUTO, Config
+from train.config import Config
+from train.sections.training import AUTO
 
 
-def obstacle(config: Config) -> str:
-    """Why blocks of ``config`` cannot be compiled, a clause that begins with a key; "" if none."""
-    if config.memory.offload != "none":
-        return (
-            f"memory.offload={config.memory.offload} moves tensors while a block runs, which a "
-            "compiled block cannot"
-        )
-    if config.train.attention != "ringfa3":
-        return f"train.attention={config.train.attention} is not one node of a graph"
-    return ""
+def obstacle(config: Config) -> tuple[str, str]:
+    """Why the settings of ``config`` exclude compiled blocks, and the setting that does not.
+
+    The first is a clause that begins with a key; both are empty if blocks can be compiled.
+    """
+    offload, attention = config.memory.offload, config.train.attention
+    if offload != "none":
+        clause = "moves tensors while a block runs, which a compiled block cannot"
+        return f"memory.offload={offload} {clause}", "memory.offload=none"
+    if attention != "ringfa3":
+        return f"train.attention={attention} is not one node of a graph", "train.attention=ringfa3"
+    if config.train.deterministic:
+        clause = "excludes compiled kernels, which PyTorch chooses by timing them"
+        return f"train.deterministic=true {clause}", "train.deterministic=false"
+    return "", ""
 
 
 def why_uncompiled(config: Config, cuda: bool, here: bool = True) -> str:
@@ -28,10 +34,9 @@ def why_uncompiled(config: Config, cuda: bool, here: bool = True) -> str:
     """
     if not cuda:
         return "the device is a CPU"
-    if problem := obstacle(config):
+    problem, _ = obstacle(config)
+    if problem:
         return problem
-    if config.train.deterministic:
-        return "train.deterministic=true: PyTorch chooses compiled kernels by timing them"
     if here and find_spec("triton") is None:
         return "the package triton is not installed"
     if here and not any(map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang"))):

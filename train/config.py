@@ -17,16 +17,10 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from train.hardware import hardware_here
 from train.recipe import recipe_of
-from train.sections.data import CHAT as CHAT
-from train.sections.data import COMPLETION as COMPLETION
-from train.sections.data import FORMATS as FORMATS
-from train.sections.data import NO_EOS, DataConfig
-from train.sections.data import PLAIN as PLAIN
-from train.sections.data import SourceConfig as SourceConfig
+from train.sections.data import DataConfig
 from train.sections.key import ConfigError, key
 from train.sections.machine import EngineConfig, HardwareConfig, ParallelConfig
 from train.sections.model import ModelConfig
-from train.sections.model import RopeConfig as RopeConfig
 from train.sections.modes import (
     EstimateConfig,
     EvalConfig,
@@ -40,8 +34,7 @@ from train.sections.modes import (
     SweepConfig,
     VerifyConfig,
 )
-from train.sections.renamed import with_new_names
-from train.sections.training import AUTO as AUTO
+from train.sections.renamed import of_this_version
 from train.sections.training import (
     CheckpointConfig,
     GuardConfig,
@@ -163,11 +156,8 @@ def resolve(composed: DictConfig) -> Config:
 def from_plain(values: dict[str, Any]) -> Config:
     """A ``Config`` from nested dictionaries (parsed JSON); missing keys get their defaults.
 
-    Keys of earlier versions get their new names. A RoPE factor without a type means Llama 3's type,
-    the only one of earlier versions. Data without ``eos_token`` means documents without one, and a
-    run without ``train.compile`` uncompiled blocks; without ``engine.reduce`` fsdp2 reduced once a
-    step. Raises ``ConfigError`` for values that no ``Config`` can have, such as a key of a later
-    version.
+    Settings of earlier versions are read as they were meant. Raises ``ConfigError`` for values that
+    no ``Config`` can have, such as a key of a later version.
     """
     if not isinstance(values, dict):
         raise ConfigError("the sections of a config are missing")
@@ -175,18 +165,9 @@ def from_plain(values: dict[str, Any]) -> Config:
         if not isinstance(value, str if name == "mode" else dict):
             form = "a word" if name == "mode" else "a section"
             raise ConfigError(f"{name}={value} must be {form}")
-    values = with_new_names(values)
-    if "train" in values:
-        values = values | {"train": {"compile": "none"} | values["train"]}
-    if values.get("engine", {}).get("name") == "fsdp2":
-        values = values | {"engine": {"reduce": "step"} | values["engine"]}
-    if "data" in values:
-        values = values | {"data": {"eos_token": NO_EOS} | values["data"]}
-    rope = values.get("model", {}).get("rope")
-    if isinstance(rope, dict) and rope.get("factor", 1.0) != 1.0 and "type" not in rope:
-        values = values | {"model": values["model"] | {"rope": rope | {"type": "llama3"}}}
+    schema, values = OmegaConf.structured(Config), of_this_version(values)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+        config = OmegaConf.to_object(OmegaConf.merge(schema, values))
     except ConfigKeyError as error:
         raise ConfigError(f"{error.full_key} is not a key of this version") from None
     except OmegaConfBaseException as error:

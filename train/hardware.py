@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+FILES = Path(__file__).parents[1] / "configs" / "hardware"
 USUAL = "h200"  # on a machine without a GPU, or with one that has no file
-KNOWN = ("h100", "h200")
 
 
 def hardware_here(root: Path = Path("/")) -> str:
@@ -17,7 +17,7 @@ def hardware_here(root: Path = Path("/")) -> str:
     for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
         model = re.search(r"^Model:(.*)$", path.read_text(), re.MULTILINE)
         words = model[1].lower().split() if model else []
-        for name in KNOWN:
-            if name in words:
-                return name
+        for file in sorted(FILES.glob("*.yaml")):
+            if file.stem in words:
+                return file.stem
     return USUAL

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from train.config import NAME, SOURCES, Config, SourceConfig
+from train.config import NAME, SOURCES, Config
+from train.sections.data import SourceConfig
 from train.sections.key import REQUIRED, Limits, limits_of, meanings
 
 SOURCE = f"{SOURCES}.{NAME}"

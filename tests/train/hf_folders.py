@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from train.config import Config, ModelConfig, RopeConfig
+from train.config import Config, ModelConfig
 from train.data.tokenizer import train_tokenizer
 from train.run.inherit import inherited_model
+from train.sections.model import RopeConfig
 
 N_TOKENS = 300
 ROWS = 304  # of the embedding: four are padding

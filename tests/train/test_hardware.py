@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from hydra import compose, initialize_config_dir
 
-from train import config
+from train import config, hardware
 from train.hardware import hardware_here
 
 CONFIGS = Path(__file__).absolute().parents[2] / "configs"
@@ -32,6 +32,17 @@ def test_a_gpu_is_found_by_its_name(tmp_path, model, name):
     (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 18\nGPU UUID: 1\n")
     assert hardware_here(tmp_path) == name
     assert (CONFIGS / "hardware" / f"{name}.yaml").is_file()
+
+
+def test_a_file_of_another_gpu_is_found_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "gpus").mkdir()
+    (tmp_path / "gpus" / "b200.yaml").touch()
+    folder = tmp_path / "proc/driver/nvidia/gpus/0000:18:00.0"
+    folder.mkdir(parents=True)
+    (folder / "information").write_text("Model: NVIDIA B200\n")
+    assert hardware_here(tmp_path) == "h200"
+    monkeypatch.setattr(hardware, "FILES", tmp_path / "gpus")
+    assert hardware_here(tmp_path) == "b200"
 
 
 def test_a_machine_without_a_driver_has_the_usual_name(tmp_path):

@@ -8,9 +8,8 @@ from train.config import Config, ConfigError
 
 def check_compile(config: Config) -> None:
     """Raise ``ConfigError`` if the blocks of ``config`` must be compiled, and cannot be."""
-    if config.train.compile == "block" and (problem := obstacle(config)):
-        key = problem.partition("=")[0]
-        other = "memory.offload=none" if key == "memory.offload" else "train.attention=ringfa3"
+    problem, remedy = obstacle(config)
+    if config.train.compile == "block" and problem:
         raise ConfigError(
-            f"train.compile=block: {problem}; nearest valid: train.compile=auto (or {other})"
+            f"train.compile=block: {problem}; nearest valid: train.compile=auto (or {remedy})"
         )

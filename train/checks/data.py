@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from train.config import NO_EOS, PLAIN, SOURCES, Config, ConfigError, DataConfig
+from train.config import SOURCES, Config, ConfigError, DataConfig
 from train.keys import nearest
 from train.paths import expand
+from train.sections.data import NO_EOS, PLAIN
 
 # The smallest share of a source. A block of the mixture has a sample of each source, so its length
 # grows with 1 / share.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from train.config import ConfigError, ModelConfig, RopeConfig
+from train.config import ConfigError, ModelConfig
 from train.keys import default, shown
-from train.sections.model import FULL, ROPE_TYPES
+from train.sections.model import FULL, ROPE_TYPES, RopeConfig
 
 # A copy of a constant of ringfa3, because importing ringfa3 would import torch.
 QUANTISED_HEAD_DIMS = (64, 128, 256)

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from train.config import PLAIN, DataConfig
+from train.config import DataConfig
 from train.data import corpus
 from train.data.documents import SplitWriter
 from train.data.encoder import DocumentEncoder, trained_eos
@@ -20,6 +20,7 @@ from train.data.manifest import write_manifest
 from train.data.splits import SPLITS, TRAIN, DocumentSplits
 from train.data.tokenizer import load_tokenizer, train_tokenizer, vocabulary_size
 from train.paths import expand
+from train.sections.data import PLAIN
 from train.text.chat import TEMPLATE, read_template
 from train.text.files import LeftOut
 from train.text.token_ids import IdDecoder

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from train.config import PLAIN, SOURCES, ConfigError, DataConfig, SourceConfig
+from train.config import SOURCES, ConfigError, DataConfig
 from train.paths import expand
+from train.sections.data import PLAIN, SourceConfig
 from train.text.files import LeftOut, NotReadError, matching_files
 from train.text.formats import read_texts, require_readers
 from train.text.reading import CSV, INDEX, MEGATRON, TEXT, WHOLE_FILE, Reading, format_of

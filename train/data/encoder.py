@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from train.config import NO_EOS, ConfigError, DataConfig
+from train.config import ConfigError, DataConfig
 from train.data.corpus import Document, document_name
 from train.data.documents import DocumentError
 from train.data.tokenizer import (
@@ -27,6 +27,7 @@ from train.data.tokenizer import (
     special_names,
     vocabulary_size,
 )
+from train.sections.data import NO_EOS
 from train.text.chat import HIDDEN, ChatTemplate, read_template
 from train.text.token_ids import IdDecoder
 

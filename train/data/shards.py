@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from train.config import NO_EOS, PLAIN, ConfigError, DataConfig
+from train.config import ConfigError, DataConfig
 from train.data import corpus
 from train.data.build import FORMAT, VALIDATION, write_corpus
 from train.data.documents import Documents, open_split
@@ -48,6 +48,7 @@ from train.data.tokenizer import (
 )
 from train.host import once
 from train.paths import discard, expand, make_folder, require_removal, unusable
+from train.sections.data import NO_EOS, PLAIN
 from train.text.chat import TEMPLATE, read_template
 from train.text.files import LeftOut
 

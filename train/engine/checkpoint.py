@@ -1,21 +1,11 @@
-"""Checkpoints: written in a background thread, verified before they are loaded, and pruned.
+"""The checkpoints of a run: written in a background thread, chosen, and pruned.
 
-    <run>/checkpoints/step-00000100/    manifest.json  .metadata  __<rank>_0.distcp ...
-
-The format is that of torch.distributed.checkpoint, so any number of ranks can load what any other
-number has written. A folder of that name is complete: the ranks write it under a temporary name,
-then rank 0 adds the manifest and renames it. The manifest holds everything that is not a tensor, as
-JSON metadata. Tensor files are read as tensors only. torch's own ``.metadata`` is a pickle, which
-could run code, so it is read only from folders that belong to the user.
+The ranks write a checkpoint under a temporary name. Then rank 0 adds the manifest and renames it.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import threading
-import time
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -28,157 +18,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from train.config import ConfigError
-from train.data.manifest import (
-    DamagedError,
-    FileMetadata,
-    measure,
-    read_manifest,
-    sync_folder,
-    verify,
-    write_manifest,
-)
+from train.data.manifest import FileMetadata, measure, sync_folder, write_manifest
 from train.engine.host_copies import HostCopies
 from train.engine.parallel import ParallelLayout, from_rank_0
-from train.engine.shard import LoadPlanner, SavePlanner, Shard, own_share, whole
+from train.engine.shard import SavePlanner, Shard, own_share
+from train.engine.stored_checkpoint import (
+    OTHERS_WRITE,
+    PREFIX,
+    cause_of,
+    checkpoints_in,
+    newest_valid,
+    saved_while_skipping,
+)
 from train.paths import discard
-
-# A single process saves and loads without a process group.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-PREFIX = "step-"
-DAMAGED = "damaged-"
-OTHERS_WRITE = 0o022
-FORMER_NAMES = {"output.weight": "output"}  # tensor names in older checkpoints, which still load
-
-
-def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """The checkpoints of ``folder`` by step, oldest first, unverified."""
-    steps = {path: _step_of(path) for path in folder.glob(f"{PREFIX}*")}
-    found = {step: path for path, step in steps.items() if step is not None}
-    return dict(sorted(found.items()))
-
-
-def _step_of(path: Path) -> int | None:
-    """The step of the checkpoint at ``path``; None if no checkpoint has such a name."""
-    name = re.fullmatch(rf"{PREFIX}(\d+)", path.name)
-    return int(name[1]) if name and path.is_dir() else None
-
-
-def newest_valid(
-    folder: Path, log: Callable[[str], None], own: bool = False, exclude_skipping: bool = False
-) -> Path | None:
-    """The newest checkpoint of ``folder`` whose files all match its manifest; None without one.
-
-    With ``exclude_skipping``, checkpoints that were saved while steps were skipped do not count.
-    ``log`` gets a line for each damaged checkpoint. With ``own``, the run's own folder, a damaged
-    checkpoint is quarantined: it gets the prefix ``DAMAGED``, and no later search finds it. Raises
-    ``ConfigError`` for a checkpoint that another user could have written.
-    """
-    for path in reversed(checkpoints_in(folder).values()):
-        try:
-            verify(path)
-        except DamagedError as error:
-            if not own:
-                log(f"damaged checkpoint skipped: {error}")
-                continue
-            quarantined = path.with_name(f"{DAMAGED}{path.name}-{time.time_ns()}")
-            path.rename(quarantined)
-            log(f"damaged checkpoint renamed to {quarantined.name}: {error}")
-            continue
-        if exclude_skipping and saved_while_skipping(path):
-            continue
-        require_own(path)
-        return path
-    return None
-
-
-def saved_while_skipping(path: Path) -> bool:
-    """Whether the last step before a checkpoint was skipped; True if its manifest is unreadable.
-
-    Its weights may be why steps were skipped, so a roll-back must not load it.
-    """
-    try:
-        return bool(read_manifest_metadata(path).get("guard", {}).get("in_a_row"))
-    except (DamagedError, ConfigError, OSError):
-        return True
-
-
-def require_own(path: Path) -> None:
-    """Raise ``ConfigError`` unless ``path`` belongs to the user and no one else can write to it."""
-    for part in (path, path / ".metadata"):
-        stat = part.stat()
-        if stat.st_uid != os.geteuid() or stat.st_mode & OTHERS_WRITE:
-            others = stat.st_mode & OTHERS_WRITE
-            why = "others can write to it" if others else f"it belongs to user {stat.st_uid}"
-            raise ConfigError(
-                f"checkpoint {part}: {why}; its metadata is a pickle, which can run code, so only "
-                f"you may be able to write to it: copy it, or chown and chmod go-w it, if you "
-                f"trust its origin"
-            )
-
-
-def find_checkpoint(path: Path, log: Callable[[str], None]) -> Path:
-    """The verified checkpoint at ``path``, or the newest valid one if ``path`` is a run folder.
-
-    Raises ``ConfigError`` if there is none.
-    """
-    if _step_of(path) is not None:
-        try:
-            verify(path)
-        except DamagedError as error:
-            raise ConfigError(f"checkpoint {path} is damaged: {error}; choose another") from None
-        require_own(path)
-        return path
-    inner = path / "checkpoints"
-    newest = newest_valid(inner if inner.is_dir() else path, log)
-    if newest is None:
-        raise ConfigError(
-            f"{path} contains no checkpoint; give a run folder or its checkpoints/step-*"
-        )
-    return newest
-
-
-Tensors = Mapping[str, Tensor | Shard]
-
-
-def require_fit(path: Path, tensors: Tensors) -> dict[str, Tensor | Shard]:
-    """``tensors`` by their names in a verified checkpoint; ``ConfigError`` if one does not fit."""
-    known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    named = {_stored_name(name, known): tensor for name, tensor in tensors.items()}
-    for name, tensor in named.items():
-        stored = getattr(known.get(name), "size", None)
-        if stored != tensor.shape:
-            kept = f"{list(stored)} there" if stored is not None else "not in it"
-            rows = "embedding" in name and stored is not None and stored[1:] == tensor.shape[1:]
-            anew = " (if the tokenizer leaves ids out: start anew)" if rows else ""
-            raise ConfigError(
-                f"checkpoint {path} does not fit this model: {name} is {list(tensor.shape)} "
-                f"here and {kept}; choose the model settings that it was made with{anew}"
-            )
-    return named
-
-
-def load_tensors(path: Path, tensors: Tensors) -> None:
-    """Fill ``tensors`` in place from a verified checkpoint; its other tensors are ignored.
-
-    Every rank reads independently. Raises what ``require_fit`` raises.
-    """
-    try:
-        named, reader = require_fit(path, tensors), dcp.FileSystemReader(path)
-        with torch.no_grad():
-            shards = {n: t if isinstance(t, Shard) else whole(t) for n, t in named.items()}
-            dcp.load(shards, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
-    except CheckpointException as error:
-        raise RuntimeError(f"checkpoint {path} cannot be read: {_cause(error)}") from None
-
-
-def _stored_name(name: str, known: Mapping[str, Any]) -> str:
-    """The name of a tensor in a checkpoint with the names ``known``; it may be a former name."""
-    for now, before in FORMER_NAMES.items():
-        if name not in known and now in name:
-            return name.replace(now, before)
-    return name
 
 
 class Checkpoints:
@@ -309,7 +161,7 @@ class Checkpoints:
             OSError,
             CheckpointException,
         ) as error:  # the error of a lost peer is another type and ends the run
-            problem = _cause(error)
+            problem = cause_of(error)
         if problem is None:
             self.saved = step
             return
@@ -337,7 +189,7 @@ class Checkpoints:
                 sync_folder(self.folder)
                 discard(before)
             except OSError as error:
-                problem = _cause(error)
+                problem = cause_of(error)
             else:
                 self._prune()
         if self.parallel.world > 1:
@@ -357,7 +209,7 @@ class Checkpoints:
             own = {path.name: measure(path) for path in folder.glob(f"__{parallel.rank}_*.distcp")}
             answer: tuple[dict[str, FileMetadata], str | None] = own, None
         except OSError as error:
-            answer = {}, f"rank {parallel.rank}: {_cause(error)}"
+            answer = {}, f"rank {parallel.rank}: {cause_of(error)}"
         everyone: list[Any] = [answer]
         if parallel.world > 1:
             everyone = [None] * parallel.world
@@ -379,22 +231,9 @@ class Checkpoints:
                 try:
                     self._remove(path)
                 except OSError as error:  # the new checkpoint is complete all the same
-                    self.log(f"checkpoint of step {step} could not be removed: {_cause(error)}")
+                    self.log(f"checkpoint of step {step} could not be removed: {cause_of(error)}")
 
     def _remove(self, path: Path) -> None:
         hidden = path.with_name(f".old-{path.name}")  # a half-removed one must not count as damaged
         path.rename(hidden)
         discard(hidden)
-
-
-def read_manifest_metadata(path: Path) -> dict[str, Any]:
-    """The metadata in the manifest of a checkpoint: ``TrainState.metadata`` and ``step``."""
-    return read_manifest(path).metadata
-
-
-def _cause(error: BaseException) -> str:
-    """The error in one line; of torch's exception, which has an error per rank, the first one."""
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {_cause(cause)}"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

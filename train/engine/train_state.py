@@ -7,16 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from train.config import NO_EOS, Config, ConfigError
+from train.config import Config, ConfigError, from_plain
 from train.data.shards import Corpus
 from train.data.tokenizer import load_tokenizer
-from train.engine.checkpoint import load_tensors, read_manifest_metadata
 from train.engine.engine import Engine
 from train.engine.shard import Shard
 from train.engine.spike_filter import SpikeFilter
+from train.engine.stored_checkpoint import load_tensors, read_manifest_metadata
 from train.keys import flatten, shown
 from train.model.transformer import Transformer
-from train.sections.renamed import with_new_names
+
+# Settings that determine the stream of samples; weights and lengths of sources do so too.
+STREAM = ("data.seq_len", "data.max_doc_len", "data.packing", "data.eos_token", "train.seed")
 
 
 class TrainState:
@@ -126,18 +128,12 @@ class TrainState:
 
 def _stream(metadata: dict[str, Any]) -> dict[str, Any]:
     """The settings that determine the stream of samples; the corpus digest covers the tokens."""
-    settings = with_new_names(metadata["settings"])
+    settings = flatten(dataclasses.asdict(from_plain(metadata["settings"])))
     keys = {
         key: value
-        for key, value in flatten(settings).items()
-        if key in ("data.seq_len", "data.max_doc_len", "train.seed") or key.endswith(".weight")
+        for key, value in settings.items()
+        if key in STREAM or (key.startswith("data.") and key.endswith((".weight", ".min_len")))
     }
-    for key, value in flatten(settings).items():  # earlier versions have no such keys
-        if key == "data.packing" and value != "stream":
-            keys[key] = value
-        if key.startswith("data.") and key.endswith(".min_len") and value is not None:
-            keys[key] = value
-    keys["data.eos_token"] = settings["data"].get("eos_token", NO_EOS)
     return {"corpus": metadata["corpus"], **keys}
 
 

@@ -29,7 +29,8 @@ class Job:
     """A job: ``config`` on ``gpus`` GPUs, ``per_host`` of them on each host.
 
     Embedding and head have ``rows`` rows. ``cu_seqlens`` bounds the documents of a sample, which
-    together have ``config.data.seq_len`` tokens.
+    together have ``config.data.seq_len`` tokens. ``here``: the job runs on this machine, so its
+    compilers and its host memory count.
     """
 
     config: Config
@@ -37,7 +38,7 @@ class Job:
     per_host: int
     rows: int
     cu_seqlens: Sequence[int]
-    here: bool = False  # it runs on this machine, whose compilers count
+    here: bool
 
     @cached_property
     def plan(self) -> ContextPlan:

@@ -82,16 +82,16 @@ def predict(job: Job) -> Prediction:
         return Prediction(job, memory, None, str(error))
 
 
-def limits_of(config: Config, here: bool, device: float | None = None) -> Limits:
-    """The limits of ``config.hardware``.
+def limits_of(job: Job, device: float | None = None) -> Limits:
+    """The limits of ``hardware`` in the config of ``job``.
 
-    ``device``, in bytes, overrides ``hardware.memory_gb``. Without ``host_gb`` a job that runs
-    ``here`` has this machine's host memory, and any other job no limit.
+    ``device``, in bytes, overrides ``hardware.memory_gb``. Without ``host_gb`` a job that runs here
+    has this machine's host memory, and any other job no limit.
     """
-    hardware, host = config.hardware, math.inf
+    hardware, host = job.config.hardware, math.inf
     if hardware.host_gb is not None:
         host = hardware.host_gb * 1e9
-    elif here:
+    elif job.here:
         host = host_memory()
     return Limits(device or hardware.memory_gb * 1e9, host)
 

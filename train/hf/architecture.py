@@ -13,9 +13,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from train.config import ConfigError, ModelConfig, RopeConfig
+from train.config import ConfigError, ModelConfig
 from train.paths import expand
-from train.sections.model import FULL
+from train.sections.model import FULL, RopeConfig
 
 PREFIX = "hf:"  # begins a value of checkpoint.init_from that is a folder of transformers
 CONFIG = "config.json"

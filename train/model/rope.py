@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from train.config import RopeConfig
+from train.sections.model import RopeConfig
 
 
 class Rotation(NamedTuple):

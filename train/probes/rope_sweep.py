@@ -13,7 +13,7 @@ from typing import NoReturn
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from train.config import Config, RopeConfig
+from train.config import Config
 from train.data.documents import Documents
 from train.data.position_buckets import bucket_label
 from train.log.plots import draw, plot_losses
@@ -24,6 +24,7 @@ from train.probes.measure import Subject, run_probe
 from train.probes.text_loss import summary_of
 from train.run.run_config import read_config
 from train.run.run_folder import RunFolder, write_atomically
+from train.sections.model import RopeConfig
 from train.tasks.evaluate import Evaluation, evaluate
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from train.config import AUTO, Config, ConfigError
+from train.config import Config, ConfigError
 from train.run.run_config import read_config
 from train.run.run_folder import RunFolder, may_change
+from train.sections.training import AUTO
 
 
 def continues(config: Config) -> bool:

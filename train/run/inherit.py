@@ -6,19 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from train.config import (
-    Config,
-    ConfigError,
-    ModelConfig,
-    RopeConfig,
-    fill_model,
-    from_plain,
-    resolve,
-)
+from train.config import Config, ConfigError, ModelConfig, fill_model, from_plain, resolve
 from train.data.manifest import DamagedError, read_manifest
 from train.hf.architecture import CONFIG, hf_folder, read_model, require_folder
 from train.paths import expand
 from train.run.run_config import read_config
+from train.sections.model import RopeConfig
 
 
 def resolve_inherited(composed: Any) -> Config:

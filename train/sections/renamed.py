@@ -1,4 +1,4 @@
-"""Keys and values of earlier versions, and their names now.
+"""Settings of earlier versions: their names now, and what a missing key meant.
 
 The command line and files reject the old names and name the new ones. Stored settings of earlier
 runs are read with both.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+
+from train.sections.data import NO_EOS
 
 RENAMED = {
     "train.recompute": "memory.recompute",
@@ -19,8 +21,12 @@ RENAMED = {
 RENAMED_VALUES = {"engine.shard=host": "engine.shard=hsdp", "memory=keep": "memory=none"}
 
 
-def with_new_names(settings: dict[str, Any]) -> dict[str, Any]:
-    """A copy of stored ``settings``, nested dictionaries, with the names of this version."""
+def of_this_version(settings: dict[str, Any]) -> dict[str, Any]:
+    """A copy of stored ``settings``, nested dictionaries, with the names of this version.
+
+    Keys that earlier versions lacked get the values by which those versions acted: blocks were not
+    compiled, documents had no EOS, fsdp2 reduced once per step, and a RoPE factor was Llama 3's.
+    """
     settings = copy.deepcopy(settings)
     for old, new in RENAMED.items():
         (section, key), (new_section, new_key) = old.split("."), new.split(".")
@@ -31,4 +37,13 @@ def with_new_names(settings: dict[str, Any]) -> dict[str, Any]:
         section, _, key = key.partition(".")
         if settings.get(section, {}).get(key) == value:
             settings[section][key] = name
-    return settings
+    missing: dict[str, dict[str, Any]] = {
+        "train": {"compile": "none"},
+        "data": {"eos_token": NO_EOS},
+    }
+    if settings.get("engine", {}).get("name") == "fsdp2":
+        missing["engine"] = {"reduce": "step"}
+    rope = settings.get("model", {}).get("rope")
+    if isinstance(rope, dict) and rope.get("factor", 1.0) != 1.0:
+        rope.setdefault("type", "llama3")
+    return settings | {n: missing[n] | settings[n] for n in missing if n in settings}

@@ -78,9 +78,9 @@ class TrainConfig:
     document by document (parallel.cp=1 only)"""
     compile: str = key(AUTO, choices=(AUTO, "block", "none"))
     """block compiles every block of a training step to one graph, with attention as a node. This
-    fuses norms, RoPE, activations and casts. The first steps are slow. It needs memory.offload=none
-    and a compiler. auto is block on GPUs where that works, else none, and says why. A run that was
-    started with none continues with it"""
+    fuses norms, RoPE, activations and casts. The first steps are slow. It needs
+    memory.offload=none, deterministic=false and a compiler. auto is block on GPUs where that works,
+    else none, and a line names the reason. A run that was started with none continues with it"""
     eval_every: int = key(100, at_least=0)
     """steps between validations; 0 validates only at the end"""
     eval_bytes: int | str | None = key(AUTO, at_least=1, words=(AUTO,))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 
-from train.config import CHAT, Config
+from train.config import Config
 from train.data.corpus import all_files
 from train.data.encoder import DocumentEncoder
 from train.data.tokenizer import load_tokenizer
 from train.engine.parallel import choose_device
 from train.log.profiler import require_profilable
 from train.paths import expand
+from train.sections.data import CHAT
 from train.text.files import LeftOut
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from train.config import Config
+from train.console import LineConsole
 from train.data.mixture import training_samples
 from train.data.shards import Corpus
 from train.data.tokenizer import load_tokenizer, vocabulary_size
@@ -28,6 +28,7 @@ from train.estimate.prediction import (
     smallest_change,
 )
 from train.paths import expand
+from train.run.held_run import held_compile
 from train.run.run_folder import RunFolder, write_atomically
 
 
@@ -40,15 +41,17 @@ def run(config: Config, gpus: int) -> bool:
     """
     if os.environ.get("RANK", "0") != "0":
         return True
-    job = Job(config, gpus, config.estimate.gpus_per_host, _rows(config), _documents(config))
-    here = torch.cuda.device_count() >= job.ranks_per_host
-    prediction, limits = predict(job), limits_of(config, here)
+    config.train.compile = held_compile(config)
+    per_host = config.estimate.gpus_per_host
+    here = torch.cuda.device_count() >= min(gpus, per_host)
+    job = Job(config, gpus, per_host, _rows(config), _documents(config), here)
+    prediction, limits = predict(job), limits_of(job)
     change = smallest_change(job, limits)
     folder = RunFolder(config)
     folder.make()
     path = folder.path / "estimate.json"
     write_atomically(path, json.dumps(as_json(prediction, limits, change), indent=1) + "\n")
-    show(prediction, limits, change, Console(markup=False, highlight=False), path)
+    show(prediction, limits, change, LineConsole(), path)
     return not prediction.problems(limits)
 
 
@@ -65,7 +68,7 @@ def before_run(config: Config, corpus: Corpus, device: torch.device) -> Predicti
     job = Job(config, world, per_host, rows, samples[0].cu_seqlens, here=True)
     total = torch.cuda.get_device_properties(device).total_memory
     try:
-        return require_fit(job, limits_of(config, here=True, device=total))
+        return require_fit(job, limits_of(job, total))
     except UnpredictableError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"No prediction of memory and time: {error}", flush=True)
@@ -118,7 +121,7 @@ def as_json(prediction: Prediction, limits: Limits, change: list[str]) -> dict[s
 
 
 def show(
-    prediction: Prediction, limits: Limits, change: list[str], console: Console, path: Path
+    prediction: Prediction, limits: Limits, change: list[str], console: LineConsole, path: Path
 ) -> None:
     """Print the prediction as a table, with its verdict."""
     job, memory, time = prediction.job, prediction.memory, prediction.time
@@ -146,21 +149,21 @@ def show(
         table.add_row("host, available (give hardware.host_gb)", "?")
     console.print(table)
     if time is None:
-        console.print(f"No time of a step: {prediction.no_time}", soft_wrap=True)
+        console.print(f"No time of a step: {prediction.no_time}")
     else:
         parts = ", ".join(f"{name} {s:.1f}" for name, s in time.seconds.items() if s >= 0.05)
         shares = ", ".join(f"{k.upper()} {100 * v:.0f}%" for k, v in time.utilisation.items())
-        console.print(f"A step: {time.total:.1f} s ({parts}); {shares}", soft_wrap=True)
+        console.print(f"A step: {time.total:.1f} s ({parts}); {shares}")
     problems = prediction.problems(limits)
     for problem in problems:
-        console.print(f"Does not fit: {problem}", soft_wrap=True)
+        console.print(f"Does not fit: {problem}")
     if problems:
         remedy = " ".join(change) if change else "none of memory, engine and up to 8 times the GPUs"
-        console.print(f"The smallest change that fits: {remedy}", soft_wrap=True)
+        console.print(f"The smallest change that fits: {remedy}")
     else:
         less = " ".join(fewer_layers(job, limits))
         console.print(f"It fits, also with {less}, which is faster." if less else "It fits.")
-    console.print(f"Written to {path}", soft_wrap=True)
+    console.print(f"Written to {path}")
 
 
 def _rows(config: Config) -> int:

@@ -18,8 +18,8 @@ from train.config import Config, ConfigError
 from train.console import LineConsole
 from train.data.encoder import DocumentEncoder
 from train.data.tokenizer import vocabulary_size
-from train.engine.checkpoint import find_checkpoint, load_tensors
 from train.engine.shard import Box, Shard
+from train.engine.stored_checkpoint import find_checkpoint, load_tensors
 from train.hf.architecture import CONFIG, hf_config
 from train.hf.ends import write_ends
 from train.hf.names import shapes

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from train.config import Config, ConfigError
 from train.data.tokenizer import load_tokenizer, vocabulary_size
-from train.engine.checkpoint import find_checkpoint
 from train.engine.parallel import ParallelLayout, from_rank_0
+from train.engine.stored_checkpoint import find_checkpoint
 from train.engine.train_state import load_weights
 from train.model.transformer import LanguageModel, build_model
 from train.paths import expand

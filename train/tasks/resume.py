@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from train.config import CheckpointConfig, Config, ConfigError
-from train.engine.checkpoint import (
+from train.engine.checkpoint import Checkpoints
+from train.engine.parallel import ParallelLayout, from_rank_0
+from train.engine.stored_checkpoint import (
     DAMAGED,
-    Checkpoints,
     checkpoints_in,
     find_checkpoint,
     read_manifest_metadata,
     require_fit,
 )
-from train.engine.parallel import ParallelLayout, from_rank_0
 from train.engine.train_state import TrainState
 from train.hf.architecture import hf_folder
 from train.hf.load import load_folder

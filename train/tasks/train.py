@@ -12,18 +12,19 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from train.compile_choice import why_uncompiled
-from train.config import AUTO, Config, ConfigError
+from train.config import Config, ConfigError
 from train.data.mixture import long_documents
 from train.data.shards import open_corpus
 from train.data.tokenizer import vocabulary_size
-from train.engine.deterministic import make_deterministic
 from train.engine.parallel import ParallelLayout, choose_device, from_rank_0, join, shutdown
 from train.log.profiler import require_profilable
 from train.run.affinity import set_affinity
+from train.run.deterministic import make_deterministic
 from train.run.failure import FailureReport, redirect_output
 from train.run.held_run import held_compile
 from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Stopper
+from train.sections.training import AUTO
 from train.tasks.estimate import before_run
 from train.tasks.trainer import Trainer
 

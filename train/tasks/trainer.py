@@ -19,9 +19,10 @@ from train.data.mixture import training_samples
 from train.data.samples import Budget
 from train.data.shards import Corpus
 from train.data.tokenizer import vocabulary_size
-from train.engine.checkpoint import Checkpoints, read_manifest_metadata
+from train.engine.checkpoint import Checkpoints
 from train.engine.make_engine import make_engine
 from train.engine.parallel import ParallelLayout, require_agreement, require_shared
+from train.engine.stored_checkpoint import read_manifest_metadata
 from train.engine.time_split import time_split_on
 from train.engine.train_state import TrainState
 from train.estimate.prediction import Prediction

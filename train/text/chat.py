@@ -16,8 +16,9 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from train.config import CHAT, COMPLETION, ConfigError, DataConfig
+from train.config import ConfigError, DataConfig
 from train.paths import expand
+from train.sections.data import CHAT, COMPLETION
 
 FIELDS = {CHAT: ("messages",), COMPLETION: ("prompt", "completion")}
 OPTIONAL = ("tools", "chat_template_kwargs")

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from train.config import PLAIN, ConfigError
+from train.config import ConfigError
 from train.extras import installed, remedy
+from train.sections.data import PLAIN
 from train.text.files import NotReadError
 from train.text.json_records import json_lines, json_records
 from train.text.parquet import parquet_rows

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from train.config import PLAIN, ConfigError
+from train.config import ConfigError
+from train.sections.data import PLAIN
 from train.text.chat import other_formats, record_text
 from train.text.files import NotReadError, not_text
 from train.text.reading import BLOCK, HEAD, PER_REPORT, At, Content, Reading, Rows

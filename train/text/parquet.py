@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from train.config import PLAIN, ConfigError
+from train.config import ConfigError
+from train.sections.data import PLAIN
 from train.text.chat import FIELDS, OPTIONAL, other_formats, record_text
 from train.text.reading import At, Reading, Rows
 

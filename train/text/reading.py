@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple
 
-from train.config import PLAIN, SOURCES, ConfigError
+from train.config import SOURCES, ConfigError
+from train.sections.data import PLAIN
 from train.text.token_ids import IdDecoder, Ids
 
 WHOLE_FILE = 0  # the row number of a text that is a whole file

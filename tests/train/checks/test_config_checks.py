@@ -18,8 +18,9 @@ from ringfa3.validation import (
 )
 from train.checks import engine, model
 from train.checks.config import check
-from train.config import ConfigError, EngineConfig, SourceConfig
+from train.config import ConfigError, EngineConfig
 from train.keys import get, schema
+from train.sections.data import SourceConfig
 
 ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
 
@@ -75,6 +76,10 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
             },
             "memory.offload=residual moves tensors while a block runs, which a compiled block "
             "cannot; nearest valid: train.compile=auto (or memory.offload=none)",
+        ),
+        (
+            {"train.compile": "block", "train.deterministic": True},
+            "by timing them; nearest valid: train.compile=auto (or train.deterministic=false)",
         ),
         (
             {"train.compile": "block", "train.attention": "sdpa"},

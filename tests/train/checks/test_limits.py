@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from train.checks.limits import check_limits
-from train.config import Config, ConfigError, SourceConfig
+from train.config import Config, ConfigError
 from train.keys import get, schema, value_keys
+from train.sections.data import SourceConfig
 from train.sections.key import Limits
 
 SOURCE = "data.sources.NAME"

@@ -24,13 +24,14 @@ from tests.train.data.chats import (
     write_lines,
 )
 from train.checks.config import check
-from train.config import Config, ConfigError, SourceConfig
+from train.config import Config, ConfigError
 from train.data.batches import make_batch
 from train.data.corpus import find_files
 from train.data.mixture import training_samples
 from train.data.samples import IGNORED
 from train.data.shards import Corpus, cache_key, open_corpus
 from train.probes.text import tokenised
+from train.sections.data import SourceConfig
 from train.tasks import check as check_task
 
 

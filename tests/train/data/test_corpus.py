@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from train.config import ConfigError, DataConfig, SourceConfig
+from train.config import ConfigError, DataConfig
 from train.data.corpus import (
     Source,
     find_files,
@@ -21,6 +21,7 @@ from train.data.corpus import (
     sources_of,
     text_hash,
 )
+from train.sections.data import SourceConfig
 from train.text.reading import Reading
 
 

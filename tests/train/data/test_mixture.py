@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from train.config import ConfigError, DataConfig, SourceConfig
+from train.config import ConfigError, DataConfig
 from train.data.mixture import MIN_BLOCK, Mixture, short_documents, training_samples
 from train.data.samples import TrainingSamples
+from train.sections.data import SourceConfig
 
 DATA = DataConfig(
     seq_len=32, max_doc_len=25, sources={"a": SourceConfig("a"), "b": SourceConfig("b")}

@@ -14,13 +14,14 @@ import pyarrow.parquet
 import pytest
 
 from tests.train.text.megatron import write_megatron
-from train.config import Config, ConfigError, DataConfig, SourceConfig
+from train.config import Config, ConfigError, DataConfig
 from train.data.corpus import find_files
 from train.data.encoder import DocumentEncoder
 from train.data.manifest import read_manifest
 from train.data.shards import cache_key, open_corpus
 from train.data.tokenizer import load_tokenizer
 from train.probes.text import tokenised
+from train.sections.data import SourceConfig
 
 TEXTS = [f"the ring keeps token {number} λ of a tale\n" * (1 + number % 3) for number in range(24)]
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from train.config import ConfigError, SourceConfig
+from train.config import ConfigError
 from train.data import encoder, shards
 from train.data.corpus import find_files, is_held_out, read_documents
 from train.data.documents import DocumentError
 from train.data.manifest import DamagedError, write_manifest
 from train.data.shards import open_corpus
 from train.data.tokenizer import encode, load_tokenizer, train_tokenizer
+from train.sections.data import SourceConfig
 
 BOS = "<|endoftext|>"
 

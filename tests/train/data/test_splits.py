@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from train.config import DataConfig, SourceConfig
+from train.config import DataConfig
 from train.data.corpus import Document, Source, TextFile, sources_of
 from train.data.splits import HELD_OUT, TRAIN, DocumentSplits, EmptySplitError
+from train.sections.data import SourceConfig
 from train.text.files import LeftOut
 from train.text.reading import Reading
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from train.config import ConfigError, SourceConfig
+from train.config import ConfigError
 from train.data import shards, tokenizer
 from train.data.encoder import DocumentEncoder
 from train.data.shards import open_corpus
 from train.data.tokenizer import encode, load_tokenizer, train_tokenizer
+from train.sections.data import SourceConfig
 from train.tasks.baselines import measure_baselines
 from train.tasks.generate import never_generated
 

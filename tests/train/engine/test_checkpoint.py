@@ -17,16 +17,16 @@ import torch.distributed.checkpoint as dcp
 from tests.support.ranks import Ranks
 from train.config import ConfigError
 from train.data import manifest
-from train.engine.checkpoint import (
-    Checkpoints,
+from train.engine.checkpoint import Checkpoints
+from train.engine.parallel import ParallelLayout, from_rank_0, require_shared
+from train.engine.shard import Shard, own_share, whole
+from train.engine.stored_checkpoint import (
     checkpoints_in,
     find_checkpoint,
     load_tensors,
     newest_valid,
     read_manifest_metadata,
 )
-from train.engine.parallel import ParallelLayout, from_rank_0, require_shared
-from train.engine.shard import Shard, own_share, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

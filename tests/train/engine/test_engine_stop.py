@@ -14,7 +14,7 @@ import torch
 
 from tests.train.jobs import HANG_S, events, run_ranks, start_ranks, steps
 from train.data.manifest import verify
-from train.engine.checkpoint import checkpoints_in
+from train.engine.stored_checkpoint import checkpoints_in
 
 STEPS = 3
 ENGINES = [

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.ranks import sacrifice
 from tests.train.host_reads import HostReads
 from tests.train.jobs import steps
-from train.config import CheckpointConfig, Config, EngineConfig, MemoryConfig, RopeConfig
+from train.config import CheckpointConfig, Config, EngineConfig, MemoryConfig
 from train.data.batches import Batch
 from train.data.samples import IGNORED
 from train.data.shards import open_corpus
@@ -32,6 +32,7 @@ from train.engine import deepspeed
 from train.engine.parallel import ParallelLayout
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
+from train.sections.model import RopeConfig
 from train.tasks.trainer import Trainer
 
 LIMIT_S = 60.0  # for one run, on a busy machine

@@ -7,9 +7,10 @@ import torch
 
 from tests.train.engine.test_checkpoint import equal, shards, tensors
 from tests.train.fake_pinning import fake_pinning
-from train.engine.checkpoint import Checkpoints, load_tensors
+from train.engine.checkpoint import Checkpoints
 from train.engine.host_copies import HostCopies
 from train.engine.parallel import ParallelLayout
+from train.engine.stored_checkpoint import load_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

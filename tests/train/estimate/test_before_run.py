@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from train import compile_choice
 from train.config import Config, ConfigError
 from train.data.shards import open_corpus
 from train.tasks import estimate, train
@@ -61,6 +62,20 @@ def test_what_cannot_be_predicted_starts_and_says_so(config, capsys):
         assert before_run(config, open_corpus(config.data), CUDA) is None
     line = "No prediction of memory and time: train.deterministic=true cannot be predicted; "
     assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("compiler", "compiled"), [("clang", True), (None, False)])
+def test_a_run_is_predicted_with_blocks_as_this_machine_compiles_them(
+    config, tmp_path, monkeypatch, compiler, compiled
+):
+    """train.compile=auto, on a machine with Triton and with or without a C compiler."""
+    monkeypatch.setattr(compile_choice, "find_spec", lambda name: object())
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if compiler is not None:
+        (tmp_path / compiler).touch(mode=0o755)
+    with device_of(4e9):
+        assert before_run(config, open_corpus(config.data), CUDA).job.compiled is compiled
 
 
 def test_a_run_on_a_cpu_is_not_predicted(config):

@@ -9,6 +9,7 @@ import pytest
 
 from train.config import Config, ConfigError
 from train.estimate.host_memory import host_memory
+from train.estimate.job import Job
 from train.estimate.prediction import limits_of
 
 V1, V2 = "sys/fs/cgroup/memory/", "sys/fs/cgroup/"
@@ -65,9 +66,8 @@ def test_a_machine_that_tells_no_size_needs_a_setting(tmp_path):
 
 def test_a_setting_goes_before_the_memory_of_this_machine():
     """This machine's memory limits a job that runs here, and no other one."""
-    config = Config()
-    assert limits_of(config, here=True).host == host_memory()
-    assert limits_of(config, here=False).host == math.inf
-    config.hardware.host_gb = 5.0
-    for here in (True, False):
-        assert limits_of(config, here).host == 5e9
+    jobs = [Job(Config(), 1, 1, 300, [0, 128], here) for here in (True, False)]
+    assert [limits_of(job).host for job in jobs] == [host_memory(), math.inf]
+    for job in jobs:
+        job.config.hardware.host_gb = 5.0
+        assert limits_of(job).host == 5e9

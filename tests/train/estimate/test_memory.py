@@ -40,7 +40,7 @@ def make(layers: int, residual: str, memory: MemoryConfig, qk_norm: bool) -> tup
     config.data.seq_len, config.data.vocab_size = TOKENS, ROWS
     config.train.precision, config.train.residual = "bfloat16", residual
     config.train.compile = "none"
-    return Job(config, 1, 1, ROWS, [0, TOKENS]), config
+    return Job(config, 1, 1, ROWS, [0, TOKENS], here=False), config
 
 
 def model_of(config: Config) -> LanguageModel:

@@ -16,6 +16,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from tests.train.held_runs import hold_run
+from train import compile_choice
 from train.checks.config import check
 from train.config import (
     Config,
@@ -23,12 +24,12 @@ from train.config import (
     EngineConfig,
     MemoryConfig,
     ModelConfig,
-    RopeConfig,
     register_schema,
     resolve,
 )
 from train.estimate.job import COVERED, Job, UnpredictableError
 from train.estimate.prediction import Limits, fewer_layers, predict, require_fit, smallest_change
+from train.sections.model import RopeConfig
 from train.tasks import estimate
 from train.tasks.estimate import errors_of
 
@@ -44,7 +45,7 @@ def job(model: str, seq_len: int, engine: str, gpus: int = 4, **memory) -> Job:
     config.engine = EngineConfig(engine, shard="all" if engine == "fsdp2" else None)
     config.memory = MemoryConfig(**{"recompute": "attention-saving", "mlp_chunk": 16384, **memory})
     config.train.compile = "none"
-    return Job(config, gpus, 8, config.model.rows(4096), [0, seq_len])
+    return Job(config, gpus, 8, config.model.rows(4096), [0, seq_len], here=False)
 
 
 # By hand, in GB, 1e15 FLOPs and seconds: for one GPU of four
@@ -371,3 +372,29 @@ def test_the_machine_limits_a_job_that_runs_on_it_alone(tmp_path, capsys):
         found.append(written["host_memory"]["available"])
     assert found == [True, None, False, 1e9]
     assert "host, available (give hardware.host_gb)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gpus", "earlier", "n_bytes"),
+    [(0, None, 300), (4, None, 780), (0, "none", 780), (0, "auto", 300)],
+)
+def test_the_mode_predicts_blocks_as_the_next_start_compiles_them(
+    tmp_path, monkeypatch, gpus, earlier, n_bytes
+):
+    """train.compile=auto without Triton here, for a job elsewhere, here, and of a stopped run.
+
+    ``n_bytes`` are those of an element in ``hardware``: compiled_bytes or elementwise_bytes.
+    """
+    monkeypatch.setattr(compile_choice, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = job("8b", 65536, "fsdp2").config
+    config.data.path, config.run.dir = None, str(tmp_path)
+    if earlier is not None:
+        config.train.compile = earlier
+        hold_run(config)
+    config.mode, config.train.compile, config.hardware.host_gb = "estimate", "auto", 550.0
+    assert estimate.run(config, 4)
+    written = json.loads((tmp_path / "estimate.json").read_text())
+    elements = 65536 // 4 * config.model.dim * config.model.n_layers
+    expected = (1 + 1 / 3) * elements * n_bytes / (config.hardware.memory_gb_s * 1e9)
+    assert written["step_seconds"]["elementwise"] == pytest.approx(expected)

@@ -109,7 +109,12 @@ MEASURED = [  # of one H200 or two: model, layers, tokens, engine, GPUs, compile
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_predicted_steps_are_those_that_were_measured(case):
-    """docs/benchmarks/training.md, within 5%."""
+    """docs/benchmarks/training.md, within 5%.
+
+    configs/hardware/h200.yaml is fitted to some of these steps, for which only a change of the
+    arithmetic fails: compiled_bytes to both compiled ones (210 and 480 would give them exactly),
+    elementwise_bytes and the first of matmul_tflops to 125m, the last of matmul_tflops to 8b.
+    """
     model, layers, tokens, engine, gpus, compile, offload, seconds = case
     made = job(model, tokens, engine, gpus, offload=offload)
     made.config.model.n_layers, made.config.train.compile = layers, compile

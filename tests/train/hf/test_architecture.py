@@ -13,11 +13,12 @@ import transformers
 from tests.support.hf_models import config_of
 from tests.train.hf_folders import ROPES, model_of_values
 from train.checks.model import check_model
-from train.config import ConfigError, ModelConfig, RopeConfig
+from train.config import ConfigError, ModelConfig
 from train.hf.architecture import CLASSES, hf_config, ignored_rope_keys, read_model
 from train.hf.names import shapes
 from train.model.rope import attention_factor, rope_frequencies
 from train.model.transformer import Transformer
+from train.sections.model import RopeConfig
 
 
 def model_in(folder: Path) -> ModelConfig:

@@ -24,9 +24,9 @@ from train.config import Config, ConfigError, EngineConfig, ExportConfig
 from train.data.batches import make_batch
 from train.data.samples import Sample
 from train.data.shards import open_corpus
-from train.engine.checkpoint import find_checkpoint
 from train.engine.parallel import ParallelLayout
 from train.engine.shard import whole
+from train.engine.stored_checkpoint import find_checkpoint
 from train.hf.load import load_folder
 from train.model.transformer import build_model
 from train.run.run_config import with_run_config

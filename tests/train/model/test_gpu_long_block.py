@@ -13,7 +13,8 @@ import yaml
 
 from ringfa3.kernels import dispatch
 from tests.train.block_checks import compare
-from train.config import ModelConfig, RopeConfig
+from train.config import ModelConfig
+from train.sections.model import RopeConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.soak, pytest.mark.timeout(900)]
 

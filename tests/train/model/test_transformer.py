@@ -13,14 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringfa3 import plan_context, ring_attn_func
-from train.config import (
-    Config,
-    ConfigError,
-    DataConfig,
-    MemoryConfig,
-    ModelConfig,
-    RopeConfig,
-)
+from train.config import Config, ConfigError, DataConfig, MemoryConfig, ModelConfig
 from train.data.batches import make_batch
 from train.data.samples import Sample
 from train.model.rope import rope_frequencies, rotate, rotation
@@ -30,6 +23,7 @@ from train.model.transformer import (
     Transformer,
     build_model,
 )
+from train.sections.model import RopeConfig
 
 FOLDER = Path(__file__).absolute().parents[3] / "configs" / "model"
 MODELS = [path for path in sorted(FOLDER.glob("*.yaml")) if path.stem != "inherit"]

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from tests.train.model.test_transformer import build, packed_sample
-from train.config import Config, RopeConfig
+from train.config import Config
 from train.data.batches import make_batch
 from train.log.plots import plot_losses
 from train.probes.rope_sweep import set_rope, settings_of
+from train.sections.model import RopeConfig
 
 
 def test_a_changed_model_is_one_that_was_built_so():

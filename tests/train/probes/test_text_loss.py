@@ -16,7 +16,7 @@ from train.data.corpus import find_files, read_documents
 from train.data.documents import DocumentError
 from train.data.encoder import DocumentEncoder
 from train.data.tokenizer import encode, load_tokenizer
-from train.engine.checkpoint import find_checkpoint
+from train.engine.stored_checkpoint import find_checkpoint
 from train.log.units import in_words
 from train.probes.text import read_text, require_own_text, tokenised
 

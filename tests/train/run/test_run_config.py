@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from train.config import Config, ConfigError, RopeConfig
+from train.config import Config, ConfigError
 from train.run.run_config import read_config, with_run_config
+from train.sections.model import RopeConfig
 
 
 @pytest.fixture

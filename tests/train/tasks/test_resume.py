@@ -14,11 +14,12 @@ import torch
 from tests.train.held_runs import hold_run
 from tests.train.jobs import events, steps
 from tests.train.trainers import make_trainer, shrink, tensors_of, weights
-from train.config import Config, ConfigError, SourceConfig
-from train.engine.checkpoint import checkpoints_in
+from train.config import Config, ConfigError
 from train.engine.parallel import ParallelLayout
+from train.engine.stored_checkpoint import checkpoints_in
 from train.model import initialise
 from train.run.run_folder import RunFolder
+from train.sections.data import SourceConfig
 from train.tasks.load_model import load_model
 from train.tasks.resume import prepare_folder
 

@@ -107,7 +107,7 @@ def test_a_ranks_own_seconds_leave_out_what_it_waits_for():
 def test_the_first_step_is_compared_with_its_prediction(config):
     """Once, in the events, relative to what was predicted."""
     config.model.head_dim, data = 64, config.data
-    prediction = predict(Job(config, 1, 1, 300, [0, data.seq_len]))
+    prediction = predict(Job(config, 1, 1, 300, [0, data.seq_len], here=True))
     lines, _ = run(config, on_device=True, prediction=prediction)
     said = [event for event in events(Path(config.run.dir)) if "prediction" in event]
     found = lines[0]["device_memory"] / 1e9

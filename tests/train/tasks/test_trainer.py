@@ -17,8 +17,8 @@ from tests.train.jobs import events, steps
 from tests.train.trainers import make_trainer, shrink, weights
 from train.config import Config, ConfigError
 from train.data.shards import open_corpus
-from train.engine.checkpoint import checkpoints_in
 from train.engine.parallel import ParallelLayout
+from train.engine.stored_checkpoint import checkpoints_in
 from train.log.introduction import introduction
 from train.tasks.gradients import prime
 from train.tasks.trainer import Trainer

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from train.config import ConfigError, DataConfig, SourceConfig
+from train.config import ConfigError, DataConfig
 from train.data.corpus import find_files
+from train.sections.data import SourceConfig
 from train.text.files import LeftOut, matching_files, not_text
 
 NAMES = ["a.txt", "b.md", "deep/c.txt", "deep/d.TXT", "deep/er/e.txt", "deep/er/f", "z/a.txt"]

@@ -3,7 +3,8 @@
 Two runs of the same config on the same GPUs then compute the same bits, also if one of them was
 killed and resumed. The rest needs no switch: RingFA3's forward, its backward with
 ``deterministic=True``, the fused AdamW, and the order in which DDP reduces its buckets. DDP
-rebuilds the buckets after its first backward; ``Trainer`` runs one before the first step.
+rebuilds the buckets after its first backward; ``prime`` of ``train.tasks.gradients`` runs one
+before the first step.
 """
 
 from __future__ import annotations

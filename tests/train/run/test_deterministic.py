@@ -10,8 +10,8 @@ import torch
 
 from ringfa3 import RingFA3Attention
 from train.config import Config
-from train.engine.deterministic import ENVIRONMENT, make_deterministic
 from train.model.transformer import build_model
+from train.run.deterministic import ENVIRONMENT, make_deterministic
 
 
 @pytest.fixture(autouse=True)
