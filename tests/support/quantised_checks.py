@@ -64,26 +64,6 @@ def operands(
     return quantised_q, kv, tiled
 
 
-def rows_are_those_of_the_definition(unit: Unit, device: str) -> None:
-    """What a backward takes, in the order of the rows: numbers of K and their scales; of V all but
-    3 of 1,000, which lie at ties: the kernel multiplies where the definition divides."""
-    torch.manual_seed(0)
-    lengths = np.array([300, 1, 140])
-    dtype = getattr(torch, unit.dtype)
-    q, k, v = (torch.randn(441, 2, unit.head_dim, device=device).to(dtype) for _ in range(3))
-    v += 3
-    v[..., 5] = 1.7  # a constant channel has the least scale, which its rounding exceeds
-    plan = plan_local(lengths, lengths, -1, -1)
-    _, kv, tiled = operands(q, k, v, plan, FORMATS[unit.precision])
-    rows = tiled.rows(v)
-    assert rows.v.float().isfinite().all()
-    assert torch.equal(rows.k.float(), kv.k.float())
-    assert torch.equal(rows.k_scale, kv.k_scale)
-    same = rows.v.float() == kv.v.float()
-    same[..., 5] = True
-    assert same.float().mean() > 0.997
-
-
 def attend(
     unit: Unit,
     given: Operands,
@@ -310,8 +290,8 @@ def what_is_not_finite_stays_in_its_document(unit: Unit, device: str) -> None:
 
 def sums_of_p_overflow(unit: Unit, device: str) -> None:
     """The first keys score 85 nats above the last ones, which are visited first: P of one key is
-    finite in float32 and a sum of them is not. `tolerance`, but LSE within .15: all e4m3 products
-    of a score are equal, and so are the errors of their sums on a GPU."""
+    finite in float32 and a sum of them is not. `tolerance`, but LSE of e4m3 on a GPU within .15:
+    all products of a score are equal, and so are the errors of their sums."""
     dtype, d, formats = getattr(torch, unit.dtype), unit.head_dim, FORMATS[unit.precision]
     torch.manual_seed(0)
     q, k, v = (torch.randn(256, 2, d, device=device) for _ in range(3))
@@ -322,7 +302,9 @@ def sums_of_p_overflow(unit: Unit, device: str) -> None:
     plan = plan_local(np.array([256]), np.array([256]), -1, -1)
     given = operands(q, k, v, plan, formats)
     got = attend(unit, given, plan.forward(unit.tile_m), q, plan)
-    most = (*tolerance(unit, device)[:2], 0.15)
+    most = tolerance(unit, device)
+    if (device, unit.precision) == ("cuda", "fp8"):
+        most = *most[:2], 0.15
     hold(got, expected(given, formats, plan, dtype, block=unit.tile_n), most, "a step of 85 nats")
 
 

@@ -56,8 +56,8 @@ class DeepSpeedEngine(Engine):
 
     def _build(self, n_tokens: int) -> LanguageModel:
         parallel, meta = self.parallel, self.stage == 3
-        where = parallel.device, parallel.cp_group
-        return build_model(self.config, n_tokens, *where, meta, self.draw)
+        device, group = parallel.device, parallel.cp_group
+        return build_model(self.config, n_tokens, device, group, meta, self.draw)
 
     def wrap(self, model: LanguageModel) -> LanguageModel:
         self.shapes = {name: p.shape for name, p in model.transformer.named_parameters()}

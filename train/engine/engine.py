@@ -43,8 +43,8 @@ class Engine(ABC):
 
     def _build(self, n_tokens: int) -> LanguageModel:
         parallel = self.parallel
-        where = parallel.device, parallel.cp_group
-        return build_model(self.config, n_tokens, *where, draw=self.draw)
+        device, group = parallel.device, parallel.cp_group
+        return build_model(self.config, n_tokens, device, group, draw=self.draw)
 
     @abstractmethod
     def wrap(self, model: LanguageModel) -> LanguageModel:

@@ -54,10 +54,8 @@ ROPE = {
 }
 WHOLE, SLIDING = "full_attention", "sliding_attention"  # types of layers
 MSCALES = ("mscale", "mscale_all_dim")  # keys of yarn that define its attention factor
-
-
-# The name of a model at Hugging Face's hub, or its address.
-HUB = re.compile(r"(?:(?:https?:)?//)?(?:huggingface\.co/)?([\w.-]+(?:/[\w.-]+)?)/?")
+# The name of a model at Hugging Face's hub, or its address. A path such as ./model is none.
+HUB = re.compile(r"(?:(?:https?:)?//)?(?:huggingface\.co/)?(\w[\w.-]*(?:/\w[\w.-]*)?)/?")
 
 
 def hf_folder(init_from: str | None) -> Path | None:

@@ -46,8 +46,8 @@ def load_model(
     ``checkpoint`` is the folder of a checkpoint or of a run; None means the run in ``folder``.
     """
     tokenizer = read_tokenizer(folder)
-    where = parallel.device, parallel.cp_group
-    model = build_model(config, vocabulary_size(tokenizer), *where, draw=False)
+    n_tokens, device = vocabulary_size(tokenizer), parallel.device
+    model = build_model(config, n_tokens, device, parallel.cp_group, draw=False)
     key = f"{config.mode}.checkpoint"
     given = folder.path if checkpoint is None else expand(key, checkpoint)
     path = from_rank_0(parallel, lambda: find_checkpoint(given, log))

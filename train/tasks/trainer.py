@@ -103,8 +103,9 @@ class Trainer:
             write_atomically(self.folder.tokenizer, self.corpus.tokenizer.to_str(pretty=True))
             if self.corpus.chat_template is not None:
                 write_atomically(self.folder.chat_template, self.corpus.chat_template)
-            own = self.config, self.folder, self.print_line
-            wandb = WandbRun(*own) if self.config.log.wandb else None
+            wandb = None
+            if self.config.log.wandb:
+                wandb = WandbRun(self.config, self.folder, self.print_line)
             self.recorder = Recorder(self.folder, self.state.step, self.print_line, wandb)
         self._log_event(source)
 
@@ -203,7 +204,7 @@ class Trainer:
         The step's metrics line is written concurrently with the next step, or before other work.
         """
         parallel, optim, state = self.parallel, self.config.optim, self.state
-        spikes, cpu = state.spike_filter, time.process_time()
+        spikes, cpu_begin = state.spike_filter, time.process_time()
         figures = compute_gradients(
             self.engine, batches, self.config, parallel, spikes, self.times, self._meanwhile
         )
@@ -229,9 +230,9 @@ class Trainer:
             state.samples += len(batches) * parallel.dp
             state.seconds += seconds
             record = figures.record(state, lr, seconds, parallel.device)
-            times = seconds, time.process_time() - cpu
+            cpu_seconds = time.process_time() - cpu_begin
             counts = figures.tokens, figures.pairs, figures.loss_by_bucket
-            self.lines.add(StepLine(record, *times, *counts))
+            self.lines.add(StepLine(record, seconds, cpu_seconds, *counts))
         if skip_reason is not None:
             self._log_event(f"step {state.step} skipped ({spikes.skipped} so far): {skip_reason}")
         return record

@@ -159,12 +159,13 @@ def test_another_model_than_that_of_the_folder(started, folder):
 def test_a_name_of_a_hub_needs_a_local_folder(given, config):
     """By model=inherit and by the check of a run. A path that does not exist is no such name."""
     name = "name" if given == "name" else "org/name"
-    for origin, hint in ((f"hf:{given}", True), ("hf:/nowhere/name", False)):
+    paths = ("/nowhere/name", "./nowhere", "../nowhere", "~/nowhere", "a/b/nowhere")
+    for origin, hint in ((f"hf:{given}", True), *((f"hf:{path}", False) for path in paths)):
         config.checkpoint.init_from = origin
         for refuse in (lambda: inherited_model(origin), lambda: check_origin(config)):  # noqa: B023
             with pytest.raises(ConfigError, match=f"init_from={origin}: .* must be a folder") as e:
                 refuse()
-            assert (f"hf download {name}" in str(e.value)) == hint
+            assert ("hf download" in str(e.value)) == (f"hf download {name} " in str(e.value)) == hint
 
 
 def test_the_cache_of_a_hub_has_the_folder_below(config, tmp_path):
