@@ -19,6 +19,7 @@ from transformers import (
 import ringfa3.hf
 
 ringfa3.hf.register()
+torch.manual_seed(0)  # every rank makes the same documents and weights
 config = Qwen3Config(
     vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
     num_attention_heads=4, num_key_value_heads=2,

@@ -13,6 +13,6 @@ from train.engine.parallel import ParallelLayout
 def make_engine(
     config: Config, n_tokens: int, parallel: ParallelLayout, draw: bool = True
 ) -> Engine:
-    """The engine of ``config`` on this rank; every rank must call this. ``draw`` is as in ``Engine``."""
+    """The engine of ``config`` on this rank; every rank must call. ``draw`` is as in `Engine`."""
     engines = {"ddp": DDPEngine, "fsdp2": FSDP2Engine, "deepspeed": DeepSpeedEngine}
     return engines[config.engine.name](config, n_tokens, parallel, draw)
