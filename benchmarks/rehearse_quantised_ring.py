@@ -100,7 +100,7 @@ class Ring:
                 call = PreparedCall(plan, "forward", partial(P2PRingPass, transport))
                 outs[plan.rank], _ = run_forward(*qkv, scale, call)
             else:
-                outs[plan.rank], _ = quantised_forward.run_quantised_forward(
+                outs[plan.rank], *_ = quantised_forward.run_quantised_forward(
                     *qkv, plan, scale, precision, transport
                 )
 

@@ -21,18 +21,20 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ringfa3 import functional  # noqa: E402
 from ringfa3.bench.fp8 import designs, kernels  # noqa: E402
 from ringfa3.functional import flash_attn_func  # noqa: E402
 from ringfa3.kernels.quantised import QuantisedKernel  # noqa: E402
+from ringfa3.ring import op  # noqa: E402
 
 
 def native_backward(
     backward: partial[tuple[torch.Tensor, ...]], *inputs: Any
 ) -> tuple[torch.Tensor, ...]:
     """In place of `straight_through`, whose operands are those of RingFA3's own forward."""
-    plan, scale, deterministic, _ = backward.args
-    return functional._backward(plan, scale, deterministic, "native", *inputs[:8])
+    settings = backward.keywords
+    call = settings["call"]._replace(precision="native")
+    sink: torch.Tensor | None = inputs[7]
+    return backward.func(*inputs[:7], **settings | {"call": call, "sink": sink})
 
 
 def check() -> None:
@@ -50,7 +52,7 @@ def check() -> None:
 
 if __name__ == "__main__":
     QuantisedKernel.quantise = kernels.per_tensor
-    functional.straight_through = native_backward
+    op.straight_through = native_backward
     check()
     sys.argv[0] = str(ROOT / "train" / "pretrain.py")
     sys.argv += ["model.attention_precision=fp8", "parallel.cp=1"]

@@ -223,7 +223,7 @@ struct QuantiseQArgs {
 
 // As above; for the backward without `k_scale`. There K is in bfloat16, and its columns after
 // head_dim hold the factor of its tile.
-constexpr int kFactorColumns = 8;
+constexpr int kFactorColumns = 16;
 struct QuantiseKVArgs {
   Tensor3 k, v;
   KeyTile const* tiles;

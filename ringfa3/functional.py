@@ -30,7 +30,7 @@ from ringfa3.keywords import check_call, hides_positional
 from ringfa3.planning.context_plan import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.quantisation.key_tiles import KeyTiles
-from ringfa3.straight_through import straight_through
+from ringfa3.straight_through import forward_centres, straight_through
 from ringfa3.tensor_cache import TensorCache
 from ringfa3.validation import (
     Window,
@@ -284,6 +284,8 @@ def attention(
                 lse = apply_sink(rows, lse, sink)
     if q.dim() == 4:
         lse = lse_by_sequence(lse, q)
+    if precision != "native":
+        forward_centres.set(lse, operands[1].centres)
     return out, lse
 
 
@@ -311,6 +313,7 @@ def attention_backward(
     """
     deterministic = is_deterministic(deterministic)
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
+    centres = forward_centres.get(lse)
     if q.dim() == 4:
         lse, dlse = lse_by_head(lse), None if dlse is None else lse_by_head(dlse)
     rows = packed(dout), dlse, packed(q), packed(k), packed(v), packed(out), lse, sink
@@ -320,7 +323,8 @@ def attention_backward(
             grads = backward(*rows)
         else:
             kernel = select_quantised(rows[2], precision)
-            centres = kernel.centres([kernel.statistics(*rows[3:5])])
+            if centres is None:
+                centres = kernel.centres([kernel.statistics(*rows[3:5])])
             tiles = KeyTiles.of(plan, plan.keys)
             grads = straight_through(backward, *rows, scale, kernel, tiles, centres)
     dq, dk, dv = (x.view(y.shape) for x, y in zip(grads[:3], (q, k, v), strict=True))
@@ -344,7 +348,10 @@ def _backward(
     """(dq, dk, dv), and dsink for a sink; of packed tensors."""
     kernel = select_backward(q, precision)
     tiling = plan.backward(kernel.tile_n, kernel.tile_m, deterministic)[0]
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    dk, dv = (
+        k.new_empty((*k.shape[:2], q.shape[2])),
+        torch.empty_like(v, memory_format=torch.contiguous_format),
+    )
     backward = kernel.make_pass(dout, dlse, q, out, lse, plan, scale, deterministic, sink)
     backward.hop(k, v, tiling, dk, dv)
     return backward.dq(), dk, dv, *(() if sink is None else (backward.dsink(),))

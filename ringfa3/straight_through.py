@@ -13,8 +13,13 @@ from ringfa3.kernels.dispatch import QuantisedForward
 from ringfa3.kernels.reference import preprocess
 from ringfa3.kernels.sinks import sink_gradient
 from ringfa3.quantisation.channels import KVCentres
-from ringfa3.quantisation.dequantised import gradients_of_inputs
+from ringfa3.quantisation.dequantised import add_mean_term
 from ringfa3.quantisation.key_tiles import KeyTiles
+from ringfa3.tensor_cache import MemoryCache
+
+# Of forward calls of one rank, by the LSE that they returned. Where a call of several ranks found
+# them on one rank alone, the others would wait for its statistics.
+forward_centres: MemoryCache[KVCentres] = MemoryCache()
 
 
 def straight_through(
@@ -36,7 +41,8 @@ def straight_through(
 
     Args:
         backward: backward(dout, dlse, q, k, v, out, lse) gives (dq, dk, dv, ...) without a sink,
-            for the tensors of `DequantisedInputs` in place of q, k, v and lse. dq is rotated back.
+            for the tensors of `DequantisedInputs` in place of q, k, v and lse. It rotates dq and dk
+            back; dk has the columns of q, or those of k.
         dout, q, out: (t, h, d); k, v: (n, hk, d); lse, dlse: (h, t); sink: (h,).
         kernel: of the forward. tiles: of k and v. centres: those of the forward.
     """
@@ -46,7 +52,7 @@ def straight_through(
         rounded_dout, dlse, rounded.q, rounded.k, rounded.v, rounded_out, rounded.lse
     )
     del rounded
-    weight = dsink = None
+    dsink = None
     if dlse is not None or sink is not None:
         shown, delta = preprocess(dout, out, lse, dlse)
         weight = torch.zeros_like(delta)
@@ -55,7 +61,6 @@ def straight_through(
         if sink is not None:
             weight += torch.exp(sink[:, None] - shown) * delta
             dsink = sink_gradient(shown, delta, sink)
-        weight *= scale
-    dq, dk = gradients_of_inputs(dq, dk, centres.k_mean, weight)
-    given = tuple(x.to(q.dtype) for x in (dq, dk, dv))
+        dq = add_mean_term(dq, centres.k_mean, weight.mul_(scale))
+    given = tuple(x.contiguous().to(q.dtype) for x in (dq, dk[..., : q.shape[-1]], dv))
     return given if dsink is None else (*given, dsink)

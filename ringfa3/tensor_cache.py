@@ -1,4 +1,4 @@
-"""What has been computed from a tensor's values, once for each version of the tensor."""
+"""What is known of a tensor: by the version of its values, or by its memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 T = TypeVar("T")
@@ -63,3 +64,34 @@ class TensorCache(Generic[T]):
         if alive:
             oldest, _ = min(alive, key=lambda item: item[1].used)
             self._entries.pop(oldest, None)
+
+
+class MemoryCache(Generic[T]):
+    """A value for the memory of a tensor, while the memory lives.
+
+    So a forward call leaves a value to its backward call, by the LSE that it has returned: that
+    passes through checkpoints and compiled graphs, where other arguments would become constants.
+    The value is lost where hooks move saved tensors to other memory.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[StorageWeakRef, T]] = {}
+        self._limit = 64  # entries, after which those of freed memory are dropped
+
+    def set(self, tensor: torch.Tensor, value: T) -> None:
+        if len(self._values) >= self._limit:
+            for key, (memory, _) in list(self._values.items()):
+                if _freed(memory):
+                    self._values.pop(key, None)
+            self._limit = 64 + 2 * len(self._values)
+        memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._values[memory.cdata] = memory, value  # no other memory has its `cdata` meanwhile
+
+    def get(self, tensor: torch.Tensor) -> T | None:
+        """The value for the tensor's memory; None if there is none."""
+        found = self._values.get(tensor.untyped_storage()._cdata)
+        return None if found is None or _freed(found[0]) else found[1]
+
+
+def _freed(memory: StorageWeakRef) -> bool:
+    return bool(memory.expired())  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from ringfa3.tensor_cache import KEYS, TENSORS, TensorCache
+from ringfa3.tensor_cache import KEYS, TENSORS, MemoryCache, TensorCache
 
 
 class Result:
@@ -92,3 +92,19 @@ def test_nothing_is_kept_of_an_inference_tensor() -> None:
         assert cache.get(x, None, lambda: float(x.sum())) == 0
         x[0] = 1
         assert cache.get(x, None, lambda: float(x.sum())) == 1
+
+
+def test_a_value_is_known_by_the_memory_of_a_tensor() -> None:
+    """As long as that lives: other memory at its address has none."""
+    cache: MemoryCache[int] = MemoryCache()
+    kept = []
+    for number in range(1, 300):
+        x = torch.empty(3)
+        cache.set(x, number)
+        if number % 50 == 0:
+            kept.append((number, x))
+        assert cache.get(x.view(1, 3).detach()) == number
+        del x
+        assert cache.get(torch.empty(3)) is None
+    assert all(cache.get(x) == number for number, x in kept)
+    assert len(cache._values) < 150

@@ -18,10 +18,10 @@ constexpr int kZeroed = 1, kWarpgroupBarrier = 2;
 // In a pair of CTAs: the first warpgroup's dQ tile of a block. The second has the tile after it.
 CUTE_DEVICE int first_dq_tile() { return 2 * block_rank_in_cluster(); }
 
-// One warpgroup: hands a dQ tile of its `count`-th block, times `factor`, to the writer warp, which
-// issues the proxy fence. Accumulators stay as they are: other products are in flight.
+// One warpgroup: hands a dQ tile of its `count`-th block to the writer warp, which issues the proxy
+// fence. Accumulators stay as they are: other products are in flight.
 template <class Shapes, class Accumulator>
-CUTE_DEVICE void send_dq(typename Shapes::SharedStorage& smem, Accumulator const& dq, float factor,
+CUTE_DEVICE void send_dq(typename Shapes::SharedStorage& smem, Accumulator const& dq,
                          uint32_t count, int warpgroup) {
   int const thread = threadIdx.x % kWarpgroup;
   PipelineState<1> const stage{count};
@@ -29,25 +29,23 @@ CUTE_DEVICE void send_dq(typename Shapes::SharedStorage& smem, Accumulator const
   auto* const to = reinterpret_cast<float4*>(smem.dq[warpgroup]) + thread;
   CUTE_UNROLL
   for (int i = 0; i < 8; ++i) {
-    to[i * kWarpgroup] = make_float4(factor * dq(4 * i), factor * dq(4 * i + 1),
-                                     factor * dq(4 * i + 2), factor * dq(4 * i + 3));
+    to[i * kWarpgroup] = make_float4(dq(4 * i), dq(4 * i + 1), dq(4 * i + 2), dq(4 * i + 3));
   }
   __syncwarp();
   if (thread % kWarp == 0) smem.dq_full[warpgroup].arrive();
 }
 
-// One warpgroup: adds a dQ tile times `factor` itself, from registers. Where a CTA has 64 keys, dQ
-// would be most of the shared-memory traffic.
+// One warpgroup: adds a dQ tile itself, from registers. Where a CTA has 64 keys, dQ would be most
+// of the shared-memory traffic.
 template <class Accumulator>
-CUTE_DEVICE void add_dq(float* padded_dq, Accumulator const& dq, float factor, int number) {
+CUTE_DEVICE void add_dq(float* padded_dq, Accumulator const& dq, int number) {
   float* const to =
       padded_dq + static_cast<int64_t>(number) * kDqTile + threadIdx.x % kWarpgroup * 4;
   CUTE_UNROLL
   for (int i = 0; i < 8; ++i) {
     asm volatile(
         "red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * kWarpgroup * 4),
-        "f"(factor * dq(4 * i)), "f"(factor * dq(4 * i + 1)), "f"(factor * dq(4 * i + 2)),
-        "f"(factor * dq(4 * i + 3))
+        "f"(dq(4 * i)), "f"(dq(4 * i + 1)), "f"(dq(4 * i + 2)), "f"(dq(4 * i + 3))
         : "memory");
   }
 }

@@ -5,6 +5,7 @@
 
 #include "backward/dq_tiles.cuh"
 #include "backward/epilogue.cuh"
+#include "backward/rotate.cuh"
 #include "backward/shapes.cuh"
 #include "hopper/cluster.cuh"
 #include "hopper/column_mask.cuh"
@@ -79,23 +80,25 @@ template <class Shapes>
 CUTE_DEVICE KeyFactor read_key_factor(BackwardArgs const& a, KeyWorkItem const& work) {
   auto const* const row = static_cast<typename Shapes::Element const*>(a.k.data) +
                           work.unit.row0 * a.k.token_stride + work.kv_head * a.k.head_stride;
-  float const factor = static_cast<float>(row[Shapes::D]), inverse = 1.f / factor;
+  auto const factor = static_cast<float>(row[Shapes::D]);
   auto const uniform = [](float x) { return __shfl_sync(0xffffffff, x, 0); };
-  return {uniform(factor), uniform(inverse), uniform(a.softmax_scale * kLog2e * inverse)};
+  return {uniform(factor), uniform(a.softmax_scale * kLog2e / factor), uniform(-log2f(factor))};
 }
 
-// exp2(x), at most 1 with dequantised operands. NaN stays.
+// exp2(x) over the factor of the keys. Before the division it is at most 1 if operands are
+// dequantised. NaN stays.
 template <class Shapes>
-CUTE_DEVICE float probability(float x) {
+CUTE_DEVICE float probability(float x, KeyFactor const& keys) {
   if constexpr (Shapes::Dequantised) {
-    asm("min.ftz.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(0.f));
+    x += keys.log2_inverse;
+    asm("min.ftz.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(keys.log2_inverse));
   }
   return exp2f(x);
 }
 
-// S^T becomes P^T = exp2(scale * S^T - LSE).
+// S^T becomes P^T = exp2(scale * S^T - LSE) over the factor of the keys.
 template <class Shapes, int M, class Scores>
-CUTE_DEVICE void compute_p(Scores& s, RowValues<M> const& lse, float scale_log2) {
+CUTE_DEVICE void compute_p(Scores& s, RowValues<M> const& lse, KeyFactor const& keys) {
   CUTE_UNROLL
   for (int j = 0; j < M / 8; ++j) {
     float2 const at = lse.at[j];
@@ -103,8 +106,8 @@ CUTE_DEVICE void compute_p(Scores& s, RowValues<M> const& lse, float scale_log2)
     for (int r = 0; r < 2; ++r) {
       float& x = s(4 * j + 2 * r);
       float& y = s(4 * j + 2 * r + 1);
-      x = probability<Shapes>(x * scale_log2 - at.x);
-      y = probability<Shapes>(y * scale_log2 - at.y);
+      x = probability<Shapes>(x * keys.scale_log2 - at.x, keys);
+      y = probability<Shapes>(y * keys.scale_log2 - at.y, keys);
     }
   }
 }

@@ -92,7 +92,7 @@ struct KeySplitConsumer {
         lane(thread % kWarp),
         warp_key(64 * warpgroup + thread / kWarp * 16),
         key(warp_key + lane / 4),
-        key_factor{1.f, 1.f, p.args.softmax_scale * kLog2e},
+        key_factor{1.f, p.args.softmax_scale * kLog2e, 0.f},
         fK(key_operand<Shapes>(smem.k, warpgroup, thread)),
         fV(key_operand<Shapes>(smem.v, warpgroup, thread)),
         fQ(row_operand<MmaS, typename Shapes::SmemQ>(smem.q, thread)),
@@ -190,7 +190,8 @@ struct KeySplitConsumer {
   }
 
   // S^T - LSE and dP^T - D, the last two products in flight, become P^T = exp2(scale * (S^T - LSE))
-  // and dS^T = P^T (dP^T - D). The first product is S^T - LSE times the factor of the keys.
+  // and dS^T = P^T (dP^T - D), both over the factor of the keys. The first product is S^T - LSE
+  // times the factor.
   __device__ void softmax_backward(uint32_t count, FragmentS& s, FragmentS& dp) {
     DsStage const ds_stage{count};
     bool const masked = flags & kMasked;
@@ -199,7 +200,9 @@ struct KeySplitConsumer {
     warpgroup_wait<1>();
     warpgroup_fence_operand(s);
     CUTE_UNROLL
-    for (int n = 0; n < M / 2; ++n) s(n) = probability<Shapes>(s(n) * key_factor.scale_log2);
+    for (int n = 0; n < M / 2; ++n) {
+      s(n) = probability<Shapes>(s(n) * key_factor.scale_log2, key_factor);
+    }
     if (masked) apply_mask<M>(s, mask);
     to_operand<Element>(s, fP);
     warpgroup_wait<0>();
@@ -287,7 +290,7 @@ struct KeySplitConsumer {
   __device__ void send(uint32_t count, FragmentQ& dq) {
     warpgroup_fence_operand(dq);
     if (lane == 0) smem.ds_empty[DsStage{count}.index()].arrive();
-    send_dq<Shapes>(smem, dq, key_factor.inverse, count, warpgroup);
+    send_dq<Shapes>(smem, dq, count, warpgroup);
   }
 
   __device__ RowBlock const& block_at(uint32_t count) {
@@ -326,8 +329,11 @@ struct KeySplitConsumer {
   }
 
   __device__ void store_sums(WorkUnit const& unit, int kv_head) {
-    CUTE_UNROLL
-    for (int n = 0; n < D / 2; ++n) dk(n) *= p.args.softmax_scale;
+    finish_gradient<Shapes>(dk, p.args.softmax_scale * key_factor.factor, lane);
+    if constexpr (Shapes::Dequantised) {
+      CUTE_UNROLL
+      for (int n = 0; n < D / 2; ++n) dv(n) *= key_factor.factor;
+    }
     store_gradient<Shapes>(p.args, p.args.dk, unit, kv_head, key, lane, dk);
     store_gradient<Shapes>(p.args, p.args.dv, unit, kv_head, key, lane, dv);
   }

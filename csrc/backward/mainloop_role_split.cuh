@@ -118,7 +118,7 @@ struct RoleSplitConsumer {
         lane(thread % kWarp),
         warp_key(thread / kWarp * 16),
         key(warp_key + lane / 4),
-        key_factor{1.f, 1.f, p.args.softmax_scale * kLog2e},
+        key_factor{1.f, p.args.softmax_scale * kLog2e, 0.f},
         fKeys(keys_operand<Shapes>(HasDv ? smem.k : smem.v, thread)),
         fRows(row_operand<MmaS, Rows>(HasDv ? smem.q : smem.dout, thread)),
         fRowsT(row_operand<MmaKV, RowsT>(HasDv ? smem.dout : smem.q, thread)),
@@ -260,7 +260,7 @@ struct RoleSplitConsumer {
   // S^T becomes P^T, for the other warpgroup and as the operand of dV. The other warpgroup has read
   // the block before: its dS has come. dQ ends before P^T is stored.
   __device__ void send_p(uint32_t count, FragmentS& s, RowValues<M> const& lse) {
-    compute_p<Shapes>(s, lse, key_factor.scale_log2);
+    compute_p<Shapes>(s, lse, key_factor);
     if (flags & kMasked) apply_mask<M>(s, BlockMask(block_at(count), key, lane));
     warpgroup_wait<0>();
     CUTE_UNROLL
@@ -299,7 +299,7 @@ struct RoleSplitConsumer {
     warpgroup_fence_operand(dq);
     RowBlock const& block = block_at(count);
     if (p.args.dq_semaphore) smem.dq_granted[kWarpgroupIndex].wait(PipelineState<1>{count}.phase());
-    add_dq(p.args.padded.dq, dq, key_factor.inverse, block.target * Shapes::DqTiles + dq_tile());
+    add_dq(p.args.padded.dq, dq, block.target * Shapes::DqTiles + dq_tile());
     __syncwarp();  // all lanes have read the block, and added
     if (lane == 0) {
       smem.block_done[BlockStage{count}.index()].arrive();
@@ -317,9 +317,12 @@ struct RoleSplitConsumer {
   __device__ void clear_sums() { clear(sum); }
 
   __device__ void store_sums(WorkUnit const& unit, int kv_head) {
-    float const scale = HasDv ? 1.f : p.args.softmax_scale;
-    CUTE_UNROLL
-    for (int n = 0; n < D / 2; ++n) sum(n) *= scale;
+    if constexpr (!HasDv) {
+      finish_gradient<Shapes>(sum, p.args.softmax_scale * key_factor.factor, lane);
+    } else if constexpr (Shapes::Dequantised) {
+      CUTE_UNROLL
+      for (int n = 0; n < D / 2; ++n) sum(n) *= key_factor.factor;
+    }
     store_gradient<Shapes>(p.args, HasDv ? p.args.dv : p.args.dk, unit, kv_head,
                            N * block_rank_in_cluster() + key, lane, sum);
   }

@@ -28,17 +28,13 @@ __global__ void __launch_bounds__(kWarpgroup)
   int64_t const head = blockIdx.y;
   int64_t const number = ((head * a.padded.num_blocks + block) * kCtas + cta) * kTiles;
   auto const* from = reinterpret_cast<float4 const*>(a.padded.dq + number * kDqTile) + thread;
-  float const scale = a.softmax_scale * (Shapes::Dequantised ? rotation_norm<D> : 1.f);
   Tensor dq = make_tensor<float>(Shape<Int<kColumns / 2>>{});
   CUTE_UNROLL
   for (int i = 0; i < kColumns / 8; ++i) {
     float4 const x = from[i * kWarpgroup];
-    dq(4 * i) = x.x * scale, dq(4 * i + 1) = x.y * scale;
-    dq(4 * i + 2) = x.z * scale, dq(4 * i + 3) = x.w * scale;
+    dq(4 * i) = x.x, dq(4 * i + 1) = x.y, dq(4 * i + 2) = x.z, dq(4 * i + 3) = x.w;
   }
-  if constexpr (Shapes::Dequantised) {
-    rotate_back<D>(reinterpret_cast<float (&)[D / 2]>(*raw_pointer_cast(dq.data())), lane);
-  }
+  finish_gradient<Shapes>(dq, a.softmax_scale, lane);
   PaddedBlock const rows = a.padded.blocks[block];
   int const column = cta % kColumnCtas * kColumns;
   int const row = cta / kColumnCtas * 64 + thread / kWarp * 16 + lane / 4;

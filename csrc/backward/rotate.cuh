@@ -1,4 +1,4 @@
-// The inverse of the rotation of Q and K (quantise/rotation.cuh), of rows in accumulators.
+// The inverse of the rotation of Q and K (quantise/rotation.cuh), of gradients in accumulators.
 #pragma once
 
 #include "quantise/rotation.cuh"
@@ -25,6 +25,19 @@ CUTE_DEVICE void rotate_back(float (&x)[D / 2], int lane) {
       auto const negative = static_cast<uint32_t>(signs >> (i / 4 * 8 + i % 2)) << 31;
       x[n + i] = __uint_as_float(__float_as_uint(x[n + i]) ^ negative);
     }
+  }
+}
+
+// dQ or dK from sums of dS times K or Q, rows in accumulators: times `scale`, and rotated back if
+// the operands are dequantised.
+template <class Shapes, class Accumulator>
+CUTE_DEVICE void finish_gradient(Accumulator& x, float scale, int lane) {
+  constexpr int D = Shapes::D;
+  if constexpr (Shapes::Dequantised) scale *= rotation_norm<D>;
+  CUTE_UNROLL
+  for (int n = 0; n < size(x); ++n) x(n) *= scale;
+  if constexpr (Shapes::Dequantised) {
+    rotate_back<D>(reinterpret_cast<float (&)[D / 2]>(*raw_pointer_cast(x.data())), lane);
   }
 }
 

@@ -69,10 +69,11 @@ struct FactorStorage {
 };
 
 // The factor that divides the K of a work unit; it is 1 unless operands are dequantised. Scores
-// times `scale_log2`, the softmax scale over the factor, are in log2 units. All lanes hold the same
-// values.
+// times `scale_log2`, the softmax scale over the factor, are in log2 units. The kernel divides P by
+// the factor, too: its exponents are `log2_inverse` less. So dS is divided, and dQ = dS K has its
+// division; dV and dK are multiplied at the end. All lanes hold the same values.
 struct KeyFactor {
-  float factor, inverse, scale_log2;
+  float factor, scale_log2, log2_inverse;
 };
 
 // `Dequantised_`: the operands are those of an 8-bit forward. K holds 8-bit numbers; the column

@@ -89,17 +89,12 @@ __global__ void __launch_bounds__(KeyShapes<S>::Threads, KeyShapes<S>::Ctas)
       // `inverse` is a number of [1, 2) over `power`. Int8 numbers of a tile with NaN stay 0.
       uint32_t const exponent = __float_as_uint(inverse) & 0x7f800000;
       float const power = amax != amax ? 0.f : __uint_as_float(0x7f000000 - exponent);
-      auto* const to =
-          static_cast<cutlass::bfloat16_t*>(a.k_values) + (token * heads + head) * kColumns;
-      stages.store_bfloats(
-          y, [&](float const* x) { return dequantised<Format>(pack(x), power); }, to,
-          heads * kColumns, rows);
-      if (lane < min(rows, S::Rows)) {
-        float const by = inverse * power;  // exact
-        uint2 const four = packed_bfloats({by, by, by, by});
-        *reinterpret_cast<uint4*>(to + lane * int64_t{heads} * kColumns + D) =
-            make_uint4(four.x, four.y, four.x, four.y);
-      }
+      float const by = inverse * power;  // exact
+      uint2 const four = packed_bfloats({by, by, by, by});
+      stages.template store_bfloats<kFactorColumns>(
+          y, [&](float const* x) { return dequantised<Format>(pack(x), power); },
+          static_cast<cutlass::bfloat16_t*>(a.k_values) + (token * heads + head) * kColumns,
+          heads * kColumns, rows, make_uint4(four.x, four.y, four.x, four.y));
     } else {
       stages.store(y, pack, static_cast<uint8_t*>(a.k_values) + (token * heads + head) * D,
                    heads * D, rows);

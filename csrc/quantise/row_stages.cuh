@@ -181,11 +181,13 @@ class RowStages {
     now_.advance();
   }
 
-  // As `store`, in bfloat16: `convert` makes four numbers. `stride` is in elements.
-  template <class Convert>
+  // As `store`, in bfloat16: `convert` makes four numbers. `stride` is in elements. Each row gets
+  // `MoreColumns` at its end, of eight numbers again and again.
+  template <int MoreColumns = 0, class Convert>
   CUTE_DEVICE void store_bfloats(float const (&y)[S::Numbers], Convert const& convert,
-                                 cutlass::bfloat16_t* to, int64_t stride, int rows) {
-    constexpr int kVectorsOfRow = S::D / 8, kRowsAtOnce = kWarp / kVectorsOfRow;
+                                 cutlass::bfloat16_t* to, int64_t stride, int rows,
+                                 uint4 more = {}) {
+    constexpr uint32_t kVectors = S::D / 8, kVectorsOfRow = kVectors + MoreColumns / 8;
     __syncwarp();  // all lanes have read the box
     CUTE_UNROLL
     for (int j = 0; j < S::Vectors; ++j) {
@@ -193,12 +195,16 @@ class RowStages {
       store_unit((line_ ^ j << 4) + box(), make_uint4(low.x, low.y, high.x, high.y));
     }
     __syncwarp();
-    int const number = lane_ % kVectorsOfRow;
+    rows = min(rows, S::Rows);
     CUTE_UNROLL
-    for (int n = 0; n < S::Rows; n += kRowsAtOnce) {
-      int const row = n + lane_ / kVectorsOfRow;
-      uint4 const x = load_unit(unit(row, number / 8, row % 8 ^ number % 8) + box());
-      if (row < rows) *reinterpret_cast<uint4*>(to + row * stride + 8 * number) = x;
+    for (uint32_t n = 0; n < S::Rows * kVectorsOfRow; n += kWarp) {
+      uint32_t const row = (n + lane_) / kVectorsOfRow, number = (n + lane_) % kVectorsOfRow;
+      if (static_cast<int>(row) >= rows) break;
+      uint4 x = more;
+      if (MoreColumns == 0 || number < kVectors) {
+        x = load_unit(unit(row, number / 8, row % 8 ^ number % 8) + box());
+      }
+      *reinterpret_cast<uint4*>(to + row * stride + 8 * number) = x;
     }
     now_.advance();
   }

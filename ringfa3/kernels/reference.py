@@ -209,7 +209,7 @@ class BackwardPass:
         attend_backward(dout, q, k, v, lse, delta, tiling, *settings)
 
     def dq(self) -> torch.Tensor:
-        """(t, h, d) in the dtype of q, after the last hop; of `dequantised` q rotated back."""
+        """(t, h, d) in the dtype of q, after the last hop; if `dequantised` rotated back."""
         return (rotate_back(self._dq) if self._dequantised else self._dq).to(self._q.dtype)
 
     def dsink(self) -> torch.Tensor:
@@ -238,9 +238,10 @@ def attend_backward(
         lse, delta: (h, t) from `preprocess`, over all hops together.
         dq: (t, h, d) accumulation dtype, added to.
         dk, dv: like k and v, as in `BackwardPass.hop`.
-        dequantised: k and dk have more columns than q. The first of these, in a tile's first row as
-            in the kernel, is the factor that divides the tile's K. P is at most 1: where the
-            forward has summed scores less exactly, LSE may lie below a score.
+        dequantised: k has more columns than q, and dk, which is rotated back, may have. The first
+            of these, in a tile's first row as in the kernel, is the factor that divides the tile's
+            K. P is at most 1: where the forward has summed scores less exactly, LSE may lie below a
+            score.
     """
     hk, d = k.shape[1], q.shape[2]
     g = q.shape[1] // hk
@@ -268,6 +269,8 @@ def attend_backward(
                 dk_tile.baddbmm_(ds.mT, q_block, alpha=scale)
                 dq_block = torch.baddbmm(q_block, ds, k_tile, beta=0, alpha=scale)
                 dq[at] += dq_block.view(hk, g, m, -1).permute(2, 0, 1, 3).reshape(m, hk * g, -1)
+        if dequantised:
+            dk_tile = rotate_back(dk_tile)
         dk[here, :, :d], dv[here] = dk_tile.transpose(0, 1), dv_tile.transpose(0, 1)
 
 

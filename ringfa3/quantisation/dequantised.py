@@ -20,9 +20,8 @@ from typing import NamedTuple
 import torch
 
 from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ
-from ringfa3.quantisation.rotation import rotate_back
 
-FACTOR_COLUMNS = 8  # after K's own, so that rows begin at whole 16 bytes; the first has the factor
+FACTOR_COLUMNS = 16  # after K's own: rows fill whole sectors of 32 bytes; the first has the factor
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -91,19 +90,11 @@ def _numbers(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.dtype == torch.int8 else x.to(dtype)
 
 
-def gradients_of_inputs(
-    dq: torch.Tensor, dk: torch.Tensor, k_mean: torch.Tensor, weight: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dQ (t, h, d) and dK (n, hk, d) from those of a backward pass.
+def add_mean_term(dq: torch.Tensor, k_mean: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """dQ with c w m, in the dtype of dq.
 
     Args:
-        dq: (t, h, d), rotated back; dk: (n, hk, d + FACTOR_COLUMNS), of rotated K.
-        k_mean: (hk, d) float32.
-        weight: (h, t), c w; None for zeros.
+        dq: (t, h, d), rotated back. k_mean: (hk, d) float32. weight: (h, t), c w.
     """
-    h, d = dq.shape[1:]
-    dk = rotate_back(dk[..., :d])
-    if weight is not None:
-        mean = k_mean.repeat_interleave(h // len(k_mean), 0)  # (h, d)
-        dq = torch.addcmul(dq.float(), weight.t().unsqueeze(-1), mean).to(dq.dtype)
-    return dq, dk
+    mean = k_mean.repeat_interleave(dq.shape[1] // len(k_mean), 0)  # (h, d)
+    return torch.addcmul(dq.float(), weight.t().unsqueeze(-1), mean).to(dq.dtype)

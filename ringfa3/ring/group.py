@@ -28,9 +28,9 @@ from ringfa3.planning.process_groups import GroupRef, is_alive, require_alive
 from ringfa3.ring.agreement import BEFORE, Agreements, NoAgreementError
 from ringfa3.ring.connections import Connections
 from ringfa3.ring.entries import AgreementSnapshot, Settings, check_entries, described
-from ringfa3.ring.forward_calls import ForwardCalls
 from ringfa3.ring.process_group import timeout_of
 from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, LatestCall, StoreMonitor
+from ringfa3.tensor_cache import MemoryCache
 from ringfa3.threads import JOIN_S, Interruption
 
 RECENT_CALLS = 4096  # that ranks compare, more than a host makes between two looks
@@ -51,7 +51,7 @@ class RingGroup:
         self.failure: str | None = None
         self.latest = LatestCall(0, Settings())  # one object: the monitor's thread reads it
         self.recent: deque[LatestCall] = deque(maxlen=RECENT_CALLS)
-        self._forward_calls = ForwardCalls()
+        self._forward_calls: MemoryCache[int] = MemoryCache()  # numbers by LSE
         self._refused = False  # the latest call was refused on all ranks
         self._anew = False  # ranks begin a new history of calls at their next agreement
         self._entering = threading.RLock()  # held by the thread that is in an agreement
@@ -191,11 +191,12 @@ class RingGroup:
 
     def returned(self, lse: torch.Tensor) -> None:
         """The forward call under way returns this LSE."""
-        self._forward_calls.add(lse, self.latest.number)
+        self._forward_calls.set(lse, self.latest.number)
 
     def forward_of(self, lse: torch.Tensor | None) -> int:
-        """Number of the forward call that returned the LSE of a backward; 0 for a forward."""
-        return 0 if lse is None else self._forward_calls.number(lse)
+        """Number of the forward call that returned the LSE of a backward; 0 if it is unknown, and
+        for a forward."""
+        return 0 if lse is None else self._forward_calls.get(lse) or 0
 
     def agreement_snapshot(self) -> AgreementSnapshot:
         """For later calls like the one under way."""

@@ -29,7 +29,6 @@ from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.planning.graph_plan import GraphPlan
 from ringfa3.planning.handles import graph_handle
 from ringfa3.quantisation.key_tiles import KEY_TILE
-from ringfa3.ring import quantised_forward
 from ringfa3.ring.graph_op import graph_ring_attention
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.prepare_call import (
@@ -40,7 +39,8 @@ from ringfa3.ring.prepare_call import (
     raise_on_all_ranks,
 )
 from ringfa3.ring.process_group import is_fake
-from ringfa3.straight_through import straight_through
+from ringfa3.ring.quantised_forward import gather_centres, local_tiles, run_quantised_forward
+from ringfa3.straight_through import forward_centres, straight_through
 from ringfa3.validation import (
     TRANSPORTS,
     check_bool,
@@ -158,12 +158,14 @@ def ring_attention(
     if precision == "native":
         return run_forward(q, k, v, scale, call, sink)
     with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
-        out, lse = quantised_forward.run_quantised_forward(
+        out, lse, centres = run_quantised_forward(
             q, k, v, call.plan, scale, precision, call.messages
         )
         if sink is not None:
             lse = apply_sink(out, lse, sink)
         _returns(lse, call.plan)
+        if call.plan.world == 1:
+            forward_centres.set(lse, centres)
     return out, lse
 
 
@@ -252,14 +254,16 @@ def ring_attention_backward(
         context = context.aligned(KEY_TILE)
         call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
         with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
-            kernel = select_quantised(q, precision)
-            rounding = quantised_forward.tiles_and_centres(kernel, k, v, call.plan, call.messages)
+            kernel, centres = select_quantised(q, precision), forward_centres.get(lse)
+            if centres is None:
+                centres = gather_centres(kernel, k, v, call.plan, call.messages)
             grads = straight_through(
                 partial(run_backward, scale=scale, deterministic=deterministic, call=call),
                 *inputs,
                 scale,
                 kernel,
-                *rounding,
+                local_tiles(call.plan),
+                centres,
             )
     dq, dk, dv, dsink = grads if sink is not None else (*grads, lse.new_empty((0,)))
     return dq, dk, dv, dsink

@@ -38,8 +38,8 @@ def run_quantised_forward(
     scale: float,
     precision: str,
     transport: Transport | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of this rank's tokens.
+) -> tuple[torch.Tensor, torch.Tensor, KVCentres]:
+    """(out, lse) of this rank's tokens, and the centres of all ranks' K and V.
 
     Args:
         q: (t, h, d); k, v: (t, hk, d): the rank's tokens.
@@ -54,11 +54,12 @@ def run_quantised_forward(
     kernel = select_quantised(q, precision)
     if plan.world == 1:
         tiling = plan.hops.forward(kernel.tile_m)[0]
-        kernel.attend(*kernel.quantise(q, k, v, plan.hops), tiling, scale, out, out[:0], lse)
-        return out, lse
+        queries, kv = kernel.quantise(q, k, v, plan.hops)
+        kernel.attend(queries, kv, tiling, scale, out, out[:0], lse)
+        return out, lse, kv.centres
     assert transport is not None
-    tiles, centres = tiles_and_centres(kernel, k, v, plan, transport)
-    records = kernel.quantise_kv(k, v, tiles, centres)
+    centres = gather_centres(kernel, k, v, plan, transport)
+    records = kernel.quantise_kv(k, v, local_tiles(plan), centres)
     hops, exchange = plan.on_grid(KEY_TILE)
     row = k.new_empty((sum(records.words),), dtype=torch.int32)
     blocks: Blocks | DirectBlocks
@@ -82,24 +83,26 @@ def run_quantised_forward(
         kernel.attend(queries, keys, tiling, scale, out, partial_out, lse)
         if moving is not None:
             moving.wait()
-    return out, lse
+    return out, lse, centres
 
 
-def tiles_and_centres(
+def local_tiles(plan: ContextPlan) -> KeyTiles:
+    """The tiles of a rank's keys."""
+    return KeyTiles.of(plan, plan.shards[plan.rank])
+
+
+def gather_centres(
     kernel: QuantisedForward,
     k: torch.Tensor,
     v: torch.Tensor,
     plan: ContextPlan,
     transport: Transport | None,
-) -> tuple[KeyTiles, KVCentres]:
-    """A rank's tiles of keys, and the centres of all ranks' K and V.
-
-    Arguments and errors as in `run_quantised_forward`.
-    """
+) -> KVCentres:
+    """The centres of all ranks' K and V. Arguments and errors as in `run_quantised_forward`."""
     parts = [kernel.statistics(k, v)]
     if transport is not None:
         parts = gather_statistics(parts[0], plan, transport)
-    return KeyTiles.of(plan, plan.shards[plan.rank]), kernel.centres(parts)
+    return kernel.centres(parts)
 
 
 def launches(plan: ContextPlan, group_size: int) -> Ints:

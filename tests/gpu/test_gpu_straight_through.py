@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 PRECISIONS = pytest.mark.parametrize("precision", ["fp8", "int8"])
 # Tensor cores sum e4m3 products to 13 fraction bits; the backward's scores have more.
 FP8_MOST = reference.MOST | {"key x100": 0.07, "key x1000": 0.35}
+MOST_NATS = {"fp8": 2**9, "int8": 2**17}
 HEAD_DIMS = pytest.mark.parametrize("d", [64, 128, 256])
 
 
@@ -110,17 +111,6 @@ def test_packed_documents_sinks_and_gradients_of_lse(dtype: torch.dtype, precisi
 
 @PRECISIONS
 @HEAD_DIMS
-def test_random_hostile_inputs_have_finite_gradients(d: int, precision: str) -> None:
-    """Where those of "native" are."""
-    generator = torch.Generator().manual_seed(d)
-    for _ in range(150):
-        inputs = [reference.hostile(generator, 200, 2, d) for _ in range(4)]
-        got, native = [], []
-        for grads, choice in ((got, precision), (native, "native")):
-            leaves = [x[None].cuda().requires_grad_() for x in inputs[:3]]
-            out = flash_attn_func(*leaves, precision=choice)
-            grads += torch.autograd.grad(out, leaves, inputs[3][None].cuda())
-        sizes = [float(x.abs().max()) for x in inputs]
-        for name, x, y in zip(("dq", "dk", "dv"), got, native, strict=True):
-            if y.isfinite().all():
-                assert x.isfinite().all(), f"{name} of q, k, v, dout up to {sizes}"
+def test_random_hostile_inputs_have_bounded_gradients(d: int, precision: str) -> None:
+    """As `hold_bounds`."""
+    reference.hold_bounds(150, (200, 2, d), precision, "cuda", d, MOST_NATS[precision])

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from ringfa3 import plan_context, ring_attn_func
 from ringfa3.ring import p2p
-from ringfa3.ring.forward_calls import ForwardCalls
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import GlooTransport, Message
 from tests.support.ranks import Ranks, group_of, sacrifice
@@ -167,18 +166,3 @@ def test_calls_in_another_order_are_found_where_no_host_waits() -> None:
     for seen in sacrifice(2, 20.0, _late_exchange, limit=60.0):
         assert "ring calls up to number" in seen
         assert "rank 0: backward of call" in seen
-
-
-def test_a_forward_call_is_known_by_the_memory_of_its_lse() -> None:
-    """As long as that lives: other memory at its address is no call's."""
-    calls, kept = ForwardCalls(), []
-    for number in range(1, 300):
-        lse = torch.empty(3)
-        calls.add(lse, number)
-        if number % 50 == 0:
-            kept.append((number, lse))
-        assert calls.number(lse.view(1, 3).detach()) == number
-        del lse
-        assert calls.number(torch.empty(3)) == 0
-    assert all(calls.number(lse) == number for number, lse in kept)
-    assert len(calls._numbers) < 150

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from ringfa3 import flash_attn_func
 from ringfa3.planning.sharding import Ints, whole_sequences
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ, quantise
@@ -165,6 +167,48 @@ def gradients(
     if dlse is not None:
         total = total + ((lse + offset) * dlse.double()).sum()
     return torch.autograd.grad(total, leaves if logits is None else [*leaves, logits])
+
+
+def hold_bounds(
+    count: int, shape: tuple[int, int, int], precision: str, device: str, seed: int, most_nats: int
+) -> None:
+    """Inputs over 40 orders of magnitude, with outliers, constants and zeros, of `shape` (t, h, d).
+
+    No gradient is inf or NaN where that of "native" is finite, and so are its output and LSE. Its
+    norm is at most 10 times the reference's, plus what the rounding of the output to bfloat16 adds
+    to D, also in "native". The norm counts in draws whose LSE is below `most_nats`, a third at
+    least. In "fp8" on a GPU both do: beyond, the sums of 13 bits have P that is not that of scores.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    counted = 0
+    for number in range(count):
+        q, k, v, dout = inputs = [hostile(generator, *shape).to(device) for _ in range(4)]
+        leaves = [x[None].requires_grad_() for x in inputs[:3]]
+        out, lse = flash_attn_func(*leaves, return_lse=True)
+        assert isinstance(out, torch.Tensor)
+        bounded = bool(lse.abs().max() < most_nats)
+        counted += bounded
+        of_sums = bounded or (device, precision) != ("cuda", "fp8")
+        if not (out.isfinite().all() and lse.isfinite().all() and of_sums):
+            continue
+        native = torch.autograd.grad(out, leaves, dout[None])
+        rounded = flash_attn_func(*leaves, precision=precision)
+        assert isinstance(rounded, torch.Tensor)
+        got = torch.autograd.grad(rounded, leaves, dout[None])
+        if device == "cpu":  # the output is rounded twice: once less tells more
+            rounded = flash_attn_func(*(x[None].float() for x in inputs[:3]), precision=precision)
+        given = Rounded.of_call(q, k, v, precision, np.array([len(k)]))
+        allowed = torch.ones(len(q), len(k), dtype=torch.bool, device=device)
+        expected = gradients(q, k, v, dout, rounded[0].detach(), allowed, given)
+        rounding = shape[2] ** -0.5 * 2.0**-8 * dout.double().norm() * v.double().norm()
+        floors = rounding * k.double().norm(), rounding * q.double().norm(), 0
+        what = f"draw {number}, inputs up to {[float(x.abs().max()) for x in inputs]}"
+        for name, x, y, z, floor in zip("qkv", got, native, expected, floors, strict=True):
+            if y.isfinite().all():
+                assert x.isfinite().all(), f"d{name} of {what}"
+                most = 10 * z.norm() + floor + 1e-36 if bounded else torch.inf
+                assert x.double().norm() <= most, f"d{name} of {what}: norm {x.double().norm()}"
+    assert counted > count / 3
 
 
 def relative(x: torch.Tensor, expected: torch.Tensor) -> float:
