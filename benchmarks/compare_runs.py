@@ -6,7 +6,8 @@ results of each run, as means over 10 steps; `runs.png` shows training loss and 
 
 Prints a Markdown table with a row for each group. It has the held-out nats per byte of each run and
 their mean in nats and in bits per byte. It also has the mean's difference from that of the first
-group, and the spread: the largest minus the smallest.
+group, and the spread: the largest minus the smallest. A group with a run that failed has the last
+step of its runs instead.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ PRIVATE = ("run.dir", "run.name", "sweep.dir", "data.cache_dir", "data.path")  #
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The settings, held-out loss and thinned metrics of a finished run."""
+    """The settings, held-out loss and thinned metrics of a run; one that failed has no loss."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((folder / "summary.json").read_text())
+    ended = folder / "summary.json"
+    summary = json.loads(ended.read_text()) if ended.is_file() else {}
     parts = [lines[at : at + EVERY] for at in range(0, len(lines), EVERY)]
     keys = ("loss", "grad_norm")
     return {
         "config": json.loads((folder / "config.json").read_text()),
-        "steps": summary["steps"],
-        "skipped": summary["skipped"],
-        "held_out_bytes": summary["held_out_bytes"],
-        "nats_per_byte": summary["nats_per_byte"],
+        "steps": lines[-1]["step"],
+        "skipped": lines[-1]["skipped"],
+        "held_out_bytes": summary.get("held_out_bytes"),
+        "nats_per_byte": summary.get("nats_per_byte"),
         "tokens_per_s": statistics.median(line["tokens_per_s"] for line in lines),
         "last_step": [part[-1]["step"] for part in parts],
         **{key: [mean([line[key] for line in part]) for part in parts] for key in keys},
@@ -102,6 +104,11 @@ def table(groups: dict[str, list[dict[str, Any]]]) -> str:
     ]
     rows.append("|---|---|--:|--:|--:|--:|")
     for group, values in losses.items():
+        if None in values:
+            rows.append(
+                f"| {group} | failed at step {max(r['steps'] for r in groups[group])} |  |  |  |  |"
+            )
+            continue
         mean = statistics.mean(values)
         bits = mean / math.log(2)
         each = " ".join(f"{value:.4f}" for value in values)
@@ -122,11 +129,11 @@ def main() -> None:
     for argument in args.runs:
         group, _, pattern = argument.partition("=")
         for folder in sorted(glob.glob(pattern)) or [pattern]:
-            if not (Path(folder) / "summary.json").is_file():
-                parser.error(f"{argument}: {folder or 'no folder'} has no summary.json of a run")
+            if not (Path(folder) / "metrics.jsonl").is_file():
+                parser.error(f"{argument}: {folder or 'no folder'} has no metrics.jsonl of a run")
             groups.setdefault(group, []).append(read_run(Path(folder)))
     every = [run for runs in groups.values() for run in runs]
-    texts = {run["held_out_bytes"] for run in every}
+    texts = {run["held_out_bytes"] for run in every if run["nats_per_byte"] is not None}
     if len(texts) > 1:
         parser.error(f"the runs' held-out texts have {sorted(texts)} bytes: they must be the same")
     shared = shared_settings(every)

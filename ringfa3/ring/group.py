@@ -194,8 +194,7 @@ class RingGroup:
         self._forward_calls.set(lse, self.latest.number)
 
     def forward_of(self, lse: torch.Tensor | None) -> int:
-        """Number of the forward call that returned the LSE of a backward; 0 if it is unknown, and
-        for a forward."""
+        """Number of the forward call that returned the LSE of a backward; 0: unknown, or none."""
         return 0 if lse is None else self._forward_calls.get(lse) or 0
 
     def agreement_snapshot(self) -> AgreementSnapshot:

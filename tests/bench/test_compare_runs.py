@@ -14,7 +14,8 @@ def finish_run(folder: Path, seed: int, loss: float) -> Path:
     """The files of a finished run of 12 steps whose loss at step i < 12 is `loss` + i."""
     folder.mkdir()
     lines = [
-        {"step": i, "loss": loss + i, "grad_norm": 1.0, "tokens_per_s": 5.0} for i in range(1, 13)
+        {"step": i, "loss": loss + i, "grad_norm": 1.0, "tokens_per_s": 5.0, "skipped": 0}
+        for i in range(1, 13)
     ]
     lines[11]["loss"] = None  # a step that was skipped
     config = {
@@ -23,7 +24,7 @@ def finish_run(folder: Path, seed: int, loss: float) -> Path:
         "data": {"path": str(folder), "pattern": "*"},
         "train": {"seed": seed, "steps": 12},
     }
-    summary = {"steps": 12, "skipped": 0, "held_out_bytes": 9, "nats_per_byte": loss}
+    summary = {"held_out_bytes": 9, "nats_per_byte": loss}
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -33,15 +34,17 @@ def finish_run(folder: Path, seed: int, loss: float) -> Path:
 def test_groups_are_compared_with_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    losses = {"bf16-0": 1.0, "bf16-1": 1.2, "fp8-0": 1.21}
+    losses = {"bf16-0": 1.0, "bf16-1": 1.2, "fp8-0": 1.21, "failed-0": 1.0}
     for name, loss in losses.items():
         finish_run(tmp_path / name, int(name[-1]), loss)
-    runs = [f"bf16={tmp_path}/bf16-*", f"fp8={tmp_path}/fp8-0"]
+    (tmp_path / "failed-0" / "summary.json").unlink()
+    runs = [f"bf16={tmp_path}/bf16-*", f"fp8={tmp_path}/fp8-0", f"failed={tmp_path}/failed-0"]
     monkeypatch.setattr("sys.argv", ["compare_runs.py", *runs, "--out", str(tmp_path / "out")])
     compare_runs.main()
     assert capsys.readouterr().out.splitlines()[2:] == [
         "| bf16 | 1.0000 1.2000 | 1.1000 | 1.5870 | +0.00% | 18.18% |",
         "| fp8 | 1.2100 | 1.2100 | 1.7457 | +10.00% |  |",
+        "| failed | failed at step 12 |  |  |  |  |",
     ]
     written = json.loads((tmp_path / "out" / "runs.json").read_text())
     assert written["settings"] == {"engine.name": "ddp", "data.pattern": "*", "train.steps": 12}
@@ -67,10 +70,10 @@ def test_runs_with_other_texts_are_refused(
     assert "held-out texts have [8, 9] bytes" in capsys.readouterr().err
 
 
-def test_a_run_that_has_not_finished_is_refused(
+def test_a_folder_without_a_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("sys.argv", ["compare_runs.py", f"bf16={tmp_path}", "--out", "nowhere"])
     with pytest.raises(SystemExit):
         compare_runs.main()
-    assert f"bf16={tmp_path}: {tmp_path} has no summary.json" in capsys.readouterr().err
+    assert f"bf16={tmp_path}: {tmp_path} has no metrics.jsonl" in capsys.readouterr().err
