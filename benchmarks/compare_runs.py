@@ -6,8 +6,8 @@ results of each run, as means over 10 steps; `runs.png` shows training loss and 
 
 Prints a Markdown table with a row for each group. It has the held-out nats per byte of each run and
 their mean in nats and in bits per byte. It also has the mean's difference from that of the first
-group, and the spread: the largest minus the smallest. A group with a run that failed has the last
-step of its runs instead.
+group, and the spread: the largest minus the smallest. A group with a run that ended without a
+summary has that run's last step instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PRIVATE = ("run.dir", "run.name", "sweep.dir", "data.cache_dir", "data.path")  #
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The settings, held-out loss and thinned metrics of a run; one that failed has no loss."""
+    """The settings, held-out loss and thinned metrics of a run. Unfinished runs have no loss."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     ended = folder / "summary.json"
     summary = json.loads(ended.read_text()) if ended.is_file() else {}
@@ -105,9 +105,8 @@ def table(groups: dict[str, list[dict[str, Any]]]) -> str:
     rows.append("|---|---|--:|--:|--:|--:|")
     for group, values in losses.items():
         if None in values:
-            rows.append(
-                f"| {group} | failed at step {max(r['steps'] for r in groups[group])} |  |  |  |  |"
-            )
+            last = max(run["steps"] for run in groups[group] if run["nats_per_byte"] is None)
+            rows.append(f"| {group} | ended at step {last} without a summary |  |  |  |  |")
             continue
         mean = statistics.mean(values)
         bits = mean / math.log(2)
@@ -129,10 +128,15 @@ def main() -> None:
     for argument in args.runs:
         group, _, pattern = argument.partition("=")
         for folder in sorted(glob.glob(pattern)) or [pattern]:
-            if not (Path(folder) / "metrics.jsonl").is_file():
+            metrics = Path(folder) / "metrics.jsonl"
+            if not metrics.is_file() or not metrics.stat().st_size:
                 parser.error(f"{argument}: {folder or 'no folder'} has no metrics.jsonl of a run")
             groups.setdefault(group, []).append(read_run(Path(folder)))
     every = [run for runs in groups.values() for run in runs]
+    if any(run["nats_per_byte"] is None for run in next(iter(groups.values()))):
+        parser.error(
+            "a run of the first group has no summary.json, but others are compared with it"
+        )
     texts = {run["held_out_bytes"] for run in every if run["nats_per_byte"] is not None}
     if len(texts) > 1:
         parser.error(f"the runs' held-out texts have {sorted(texts)} bytes: they must be the same")

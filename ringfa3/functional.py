@@ -348,10 +348,8 @@ def _backward(
     """(dq, dk, dv), and dsink for a sink; of packed tensors."""
     kernel = select_backward(q, precision)
     tiling = plan.backward(kernel.tile_n, kernel.tile_m, deterministic)[0]
-    dk, dv = (
-        k.new_empty((*k.shape[:2], q.shape[2])),
-        torch.empty_like(v, memory_format=torch.contiguous_format),
-    )
+    shapes = (*k.shape[:2], q.shape[2]), v.shape  # in 8 bits K has more columns than its gradient
+    dk, dv = (torch.empty(shape, dtype=k.dtype, device=k.device) for shape in shapes)
     backward = kernel.make_pass(dout, dlse, q, out, lse, plan, scale, deterministic, sink)
     backward.hop(k, v, tiling, dk, dv)
     return backward.dq(), dk, dv, *(() if sink is None else (backward.dsink(),))

@@ -157,8 +157,11 @@ class LocalPass:
     def run(self, attend: Attend) -> None:
         """As `RingPass.run`."""
         if self._pass_type == "backward":
-            dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._local)
-            attend(0, HopTensors(*self._local, dk, dv))
+            k, v = self._local
+            # In 8 bits dK has the columns of V: K has more than its gradient.
+            like = (v, v) if self.precision != "native" else (k, v)
+            dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like)
+            attend(0, HopTensors(k, v, dk, dv))
             self.grads = dk, dv
         else:
             attend(0, HopTensors(*self._local))

@@ -1,6 +1,6 @@
 """The gradient of an attention in 8 bits, by a backward in 16 bits: see `quantisation.dequantised`.
 
-It rounds q, k and v again, as the forward did: so a forward saves what one in 16 bits saves.
+It rounds q, k and v again, as the forward did: autograd saves what it saves in 16 bits.
 """
 
 from __future__ import annotations
@@ -62,5 +62,5 @@ def straight_through(
             weight += torch.exp(sink[:, None] - shown) * delta
             dsink = sink_gradient(shown, delta, sink)
         dq = add_mean_term(dq, centres.k_mean, weight.mul_(scale))
-    given = tuple(x.contiguous().to(q.dtype) for x in (dq, dk[..., : q.shape[-1]], dv))
+    given = tuple(x.to(q.dtype).contiguous() for x in (dq, dk[..., : q.shape[-1]], dv))
     return given if dsink is None else (*given, dsink)

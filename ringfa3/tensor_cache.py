@@ -67,23 +67,23 @@ class TensorCache(Generic[T]):
 
 
 class MemoryCache(Generic[T]):
-    """A value for the memory of a tensor, while the memory lives.
+    """A value for the memory of a tensor. A later `set` drops the values of freed memory.
 
-    So a forward call leaves a value to its backward call, by the LSE that it has returned: that
-    passes through checkpoints and compiled graphs, where other arguments would become constants.
-    The value is lost where hooks move saved tensors to other memory.
+    A forward call leaves a value to its backward call, by the LSE that it has returned. LSE passes
+    through checkpoints and compiled graphs, where other arguments would become constants. The value
+    is lost where hooks move saved tensors to other memory.
     """
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[StorageWeakRef, T]] = {}
-        self._limit = 64  # entries, after which those of freed memory are dropped
+        self._limit = 16  # entries, after which those of freed memory are dropped
 
     def set(self, tensor: torch.Tensor, value: T) -> None:
         if len(self._values) >= self._limit:
             for key, (memory, _) in list(self._values.items()):
                 if _freed(memory):
                     self._values.pop(key, None)
-            self._limit = 64 + 2 * len(self._values)
+            self._limit = 16 + 2 * len(self._values)
         memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._values[memory.cdata] = memory, value  # no other memory has its `cdata` meanwhile
 

@@ -96,15 +96,18 @@ def test_packed_documents_sinks_and_gradients_of_lse(with_sink: bool, precision:
 
 
 @PRECISIONS
-@pytest.mark.parametrize("batch", [1, 3, None])
-def test_a_backward_takes_the_centres_of_its_forward(batch: int | None, precision: str) -> None:
-    """They are computed again, to equal gradients, where hooks have moved LSE. None: a ring."""
+@pytest.mark.parametrize("call", ["one", "batch", "ring", "compiled"])
+def test_a_backward_takes_the_centres_of_its_forward(call: str, precision: str) -> None:
+    """They are computed again, to equal gradients, where hooks have moved LSE."""
     torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(*([batch] * bool(batch)), 50, 2, 64) for _ in range(4))
+    shape = {"batch": (3, 50, 2, 64), "ring": (50, 2, 64)}.get(call, (1, 50, 2, 64))
+    q, k, v, dout = (torch.randn(shape) for _ in range(4))
     leaves, found, counts = [x.requires_grad_() for x in (q, k, v)], [], []
     attend = partial(flash_attn_func, precision=precision)
-    if batch is None:
+    if call == "ring":
         attend = partial(ring_attn_func, plan=plan_context(50, (0, 1)), precision=precision)
+    elif call == "compiled":
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
     for pack in (lambda x: x, torch.clone):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             out = attend(*leaves)

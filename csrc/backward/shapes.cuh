@@ -69,17 +69,17 @@ struct FactorStorage {
 };
 
 // The factor that divides the K of a work unit; it is 1 unless operands are dequantised. Scores
-// times `scale_log2`, the softmax scale over the factor, are in log2 units. The kernel divides P by
-// the factor, too: its exponents are `log2_inverse` less. So dS is divided, and dQ = dS K has its
-// division; dV and dK are multiplied at the end. All lanes hold the same values.
+// times `scale_log2`, the softmax scale over the factor, are in log2 units. `log2_inverse` in the
+// exponent divides P, and so dS, by the factor: dQ = dS K needs no division of its own. dV and dK
+// are multiplied at the end of a work unit. All lanes hold the same values.
 struct KeyFactor {
   float factor, scale_log2, log2_inverse;
 };
 
-// `Dequantised_`: the operands are those of an 8-bit forward. K holds 8-bit numbers; the column
-// after its last holds the factor 1 / scale of the tile, a bfloat16 number, which divides products
-// with K. P is at most 1: scores here have more bits than those that the forward has summed, so LSE
-// may lie below a score.
+// `Dequantised_`: the operands are those of an 8-bit forward. K holds 8-bit numbers times a power
+// of two; the column after its last holds the factor of the tile, a bfloat16 number, which divides
+// products with K. P is at most 1: scores here have more bits than those that the forward has
+// summed, so LSE may lie below a score.
 template <class Element_, int HeadDim_, int TileM_, int TileN_, bool Dequantised_ = false>
 struct BackwardShapes {
   using Element = Element_;

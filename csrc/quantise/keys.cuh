@@ -89,8 +89,9 @@ __global__ void __launch_bounds__(KeyShapes<S>::Threads, KeyShapes<S>::Ctas)
       // `inverse` is a number of [1, 2) over `power`. Int8 numbers of a tile with NaN stay 0.
       uint32_t const exponent = __float_as_uint(inverse) & 0x7f800000;
       float const power = amax != amax ? 0.f : __uint_as_float(0x7f000000 - exponent);
-      float const by = inverse * power;  // exact
-      uint2 const four = packed_bfloats({by, by, by, by});
+      float const stored_factor = inverse * power;  // exact
+      uint2 const four =
+          packed_bfloats({stored_factor, stored_factor, stored_factor, stored_factor});
       stages.template store_bfloats<kFactorColumns>(
           y, [&](float const* x) { return dequantised<Format>(pack(x), power); },
           static_cast<cutlass::bfloat16_t*>(a.k_values) + (token * heads + head) * kColumns,

@@ -181,13 +181,13 @@ class RowStages {
     now_.advance();
   }
 
-  // As `store`, in bfloat16: `convert` makes four numbers. `stride` is in elements. Each row gets
-  // `MoreColumns` at its end, of eight numbers again and again.
-  template <int MoreColumns = 0, class Convert>
+  // As `store`, in bfloat16: `convert` makes four numbers. `stride` is in elements. Each row ends
+  // with `TailColumns` more, the eight numbers of `tail` repeated.
+  template <int TailColumns = 0, class Convert>
   CUTE_DEVICE void store_bfloats(float const (&y)[S::Numbers], Convert const& convert,
                                  cutlass::bfloat16_t* to, int64_t stride, int rows,
-                                 uint4 more = {}) {
-    constexpr uint32_t kVectors = S::D / 8, kVectorsOfRow = kVectors + MoreColumns / 8;
+                                 uint4 tail = {}) {
+    constexpr uint32_t kVectors = S::D / 8, kVectorsOfRow = kVectors + TailColumns / 8;
     __syncwarp();  // all lanes have read the box
     CUTE_UNROLL
     for (int j = 0; j < S::Vectors; ++j) {
@@ -200,8 +200,8 @@ class RowStages {
     for (uint32_t n = 0; n < S::Rows * kVectorsOfRow; n += kWarp) {
       uint32_t const row = (n + lane_) / kVectorsOfRow, number = (n + lane_) % kVectorsOfRow;
       if (static_cast<int>(row) >= rows) break;
-      uint4 x = more;
-      if (MoreColumns == 0 || number < kVectors) {
+      uint4 x = tail;
+      if (TailColumns == 0 || number < kVectors) {
         x = load_unit(unit(row, number / 8, row % 8 ^ number % 8) + box());
       }
       *reinterpret_cast<uint4*>(to + row * stride + 8 * number) = x;

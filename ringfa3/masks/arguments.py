@@ -35,6 +35,7 @@ def document_lengths(name: str, cu: Any) -> Ints:
 def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> Ints:
     """An int64 copy. Raises TypeError: values are no whole numbers; ValueError: another shape."""
     try:
+        values = values.cpu() if hasattr(values, "cpu") else values  # a tensor on a GPU
         array = np.array(values if hasattr(values, "__len__") else list(values))  # type: ignore[arg-type]
         if array.size and (array.dtype.kind not in "iu" or array.max() >= INT64_END):
             raise TypeError(f"{array.dtype}")

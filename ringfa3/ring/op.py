@@ -254,7 +254,8 @@ def ring_attention_backward(
         context = context.aligned(KEY_TILE)
         call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
         with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
-            kernel, centres = select_quantised(q, precision), forward_centres.get(lse)
+            kernel = select_quantised(q, precision)
+            centres = forward_centres.get(lse) if call.plan.world == 1 else None
             if centres is None:
                 centres = gather_centres(kernel, k, v, call.plan, call.messages)
             grads = straight_through(

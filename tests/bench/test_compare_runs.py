@@ -34,17 +34,20 @@ def finish_run(folder: Path, seed: int, loss: float) -> Path:
 def test_groups_are_compared_with_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    losses = {"bf16-0": 1.0, "bf16-1": 1.2, "fp8-0": 1.21, "failed-0": 1.0}
+    losses = {"bf16-0": 1.0, "bf16-1": 1.2, "fp8-0": 1.21, "failed-0": 1.0, "failed-1": 1.0}
     for name, loss in losses.items():
         finish_run(tmp_path / name, int(name[-1]), loss)
-    (tmp_path / "failed-0" / "summary.json").unlink()
-    runs = [f"bf16={tmp_path}/bf16-*", f"fp8={tmp_path}/fp8-0", f"failed={tmp_path}/failed-0"]
+    failed = tmp_path / "failed-0"
+    (failed / "summary.json").unlink()
+    lines = (failed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (failed / "metrics.jsonl").write_text("".join(lines[:7]))
+    runs = [f"bf16={tmp_path}/bf16-*", f"fp8={tmp_path}/fp8-0", f"failed={tmp_path}/failed-*"]
     monkeypatch.setattr("sys.argv", ["compare_runs.py", *runs, "--out", str(tmp_path / "out")])
     compare_runs.main()
     assert capsys.readouterr().out.splitlines()[2:] == [
         "| bf16 | 1.0000 1.2000 | 1.1000 | 1.5870 | +0.00% | 18.18% |",
         "| fp8 | 1.2100 | 1.2100 | 1.7457 | +10.00% |  |",
-        "| failed | failed at step 12 |  |  |  |  |",
+        "| failed | ended at step 7 without a summary |  |  |  |  |",
     ]
     written = json.loads((tmp_path / "out" / "runs.json").read_text())
     assert written["settings"] == {"engine.name": "ddp", "data.pattern": "*", "train.steps": 12}
@@ -68,6 +71,18 @@ def test_runs_with_other_texts_are_refused(
     with pytest.raises(SystemExit):
         compare_runs.main()
     assert "held-out texts have [8, 9] bytes" in capsys.readouterr().err
+
+
+def test_a_first_group_without_losses_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    runs = [finish_run(tmp_path / name, 0, 1.0) for name in ("a", "b")]
+    (runs[0] / "summary.json").unlink()
+    given = [f"{run.name}={run}" for run in runs]
+    monkeypatch.setattr("sys.argv", ["compare_runs.py", *given, "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        compare_runs.main()
+    assert "a run of the first group has no summary.json" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_run_is_refused(

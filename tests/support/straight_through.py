@@ -176,8 +176,9 @@ def hold_bounds(
 
     No gradient is inf or NaN where that of "native" is finite, and so are its output and LSE. Its
     norm is at most 10 times the reference's, plus what the rounding of the output to bfloat16 adds
-    to D, also in "native". The norm counts in draws whose LSE is below `most_nats`, a third at
-    least. In "fp8" on a GPU both do: beyond, the sums of 13 bits have P that is not that of scores.
+    to D, also in "native". Norms are compared in draws whose LSE is below `most_nats`, a third at
+    least. In "fp8" on a GPU other draws are left out: sums of 13 bits are further from large scores
+    than P can show, and gradients may pass the range of float32.
     """
     generator = torch.Generator().manual_seed(seed)
     counted = 0
@@ -187,15 +188,14 @@ def hold_bounds(
         out, lse = flash_attn_func(*leaves, return_lse=True)
         assert isinstance(out, torch.Tensor)
         bounded = bool(lse.abs().max() < most_nats)
-        counted += bounded
-        of_sums = bounded or (device, precision) != ("cuda", "fp8")
-        if not (out.isfinite().all() and lse.isfinite().all() and of_sums):
+        exact_sums = (device, precision) != ("cuda", "fp8")
+        if not (out.isfinite().all() and lse.isfinite().all() and (bounded or exact_sums)):
             continue
         native = torch.autograd.grad(out, leaves, dout[None])
         rounded = flash_attn_func(*leaves, precision=precision)
         assert isinstance(rounded, torch.Tensor)
         got = torch.autograd.grad(rounded, leaves, dout[None])
-        if device == "cpu":  # the output is rounded twice: once less tells more
+        if device == "cpu":  # the reference takes the output before it is rounded to bfloat16
             rounded = flash_attn_func(*(x[None].float() for x in inputs[:3]), precision=precision)
         given = Rounded.of_call(q, k, v, precision, np.array([len(k)]))
         allowed = torch.ones(len(q), len(k), dtype=torch.bool, device=device)
@@ -208,6 +208,7 @@ def hold_bounds(
                 assert x.isfinite().all(), f"d{name} of {what}"
                 most = 10 * z.norm() + floor + 1e-36 if bounded else torch.inf
                 assert x.double().norm() <= most, f"d{name} of {what}: norm {x.double().norm()}"
+        counted += bounded and all(x.isfinite().all() for x in native)
     assert counted > count / 3
 
 

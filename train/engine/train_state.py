@@ -60,7 +60,11 @@ class TrainState:
         would mean other data here.
         """
         metadata = read_manifest_metadata(path)
-        there, here = _stream(metadata), _stream(self.metadata())
+        try:
+            there = _stream(metadata)
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint {path}: {error}") from error
+        here = _stream(self.metadata())
         if there["corpus"] == here["corpus"]:  # the same tokens: null may stand for a name
             there["data.eos_token"] = here["data.eos_token"]
         if different := [k for k in there | here if there.get(k) != here.get(k)]:

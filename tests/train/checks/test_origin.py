@@ -154,11 +154,16 @@ def test_another_model_than_that_of_the_folder(started, folder):
 
 
 @pytest.mark.parametrize(
-    "given", ["org/name-1.5b", "name", "//org/name/", "https://huggingface.co/org/name"]
+    ("given", "name"),
+    [
+        ("org/name-1.5b", "org/name-1.5b"),
+        ("name", "name"),
+        ("//org/name/", "org/name"),
+        ("https://huggingface.co/org/name", "org/name"),
+    ],
 )
-def test_a_name_of_a_hub_needs_a_local_folder(given, config):
+def test_a_name_of_a_hub_needs_a_local_folder(given, name, config):
     """By model=inherit and by the check of a run. A path that does not exist is no such name."""
-    name = "name" if given == "name" else "org/name"
     paths = ("/nowhere/name", "./nowhere", "../nowhere", "~/nowhere", "a/b/nowhere")
     for origin, hint in ((f"hf:{given}", True), *((f"hf:{path}", False) for path in paths)):
         config.checkpoint.init_from = origin
