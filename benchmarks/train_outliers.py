@@ -3,9 +3,9 @@
     python benchmarks/train_outliers.py model=125m model.attention_precision=fp8
 
 It sets model.qk_norm=false, model.qkv_bias=true, engine=ddp and parallel.cp=1, and changes the
-initial weights of every layer.
-Channel 0 of the first KV head has 30 times its weights. The last channel of every KV head, which
-RoPE rotates least, has a bias of 100, as K of Qwen2 has. All of it is trained as usual.
+initial weights of every layer. Channel 0 of the first KV head has 30 times its weights. The last
+channel of every KV head, which RoPE rotates least, has a bias of 100, as K of Qwen2 has. All of it
+is trained as usual.
 
 `--native-scores` takes the backward of 16 bits with the LSE of 8 bits: exp of the difference is
 unbounded. RingFA3 had it before its present backward. config.json does not have this option.

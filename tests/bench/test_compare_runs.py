@@ -60,35 +60,31 @@ def test_groups_are_compared_with_the_first(
     assert (tmp_path / "out" / "runs.png").exists()
 
 
-def test_runs_with_other_texts_are_refused(
+def refusal(
+    groups: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What the program prints on stderr when it refuses these groups."""
+    monkeypatch.setattr("sys.argv", ["compare_runs.py", *groups, "--out", "nowhere"])
+    with pytest.raises(SystemExit):
+        compare_runs.main()
+    return capsys.readouterr().err
+
+
+def test_runs_that_cannot_be_compared_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    """Folders without steps, texts of other lengths, a first group without a loss."""
+    (tmp_path / "empty").mkdir()
+    for started in (False, True):
+        if started:
+            (tmp_path / "empty" / "metrics.jsonl").touch()
+        text = refusal([f"bf16={tmp_path}/empty"], monkeypatch, capsys)
+        assert f"bf16={tmp_path}/empty: {tmp_path}/empty has no metrics.jsonl of a run" in text
     runs = [finish_run(tmp_path / name, 0, 1.0) for name in ("a", "b")]
+    groups = [f"x={run}" for run in runs]
     summary = json.loads((runs[1] / "summary.json").read_text())
     (runs[1] / "summary.json").write_text(json.dumps({**summary, "held_out_bytes": 8}))
-    given = [f"x={run}" for run in runs]
-    monkeypatch.setattr("sys.argv", ["compare_runs.py", *given, "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit):
-        compare_runs.main()
-    assert "held-out texts have [8, 9] bytes" in capsys.readouterr().err
-
-
-def test_a_first_group_without_losses_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    runs = [finish_run(tmp_path / name, 0, 1.0) for name in ("a", "b")]
+    assert "held-out texts have [8, 9] bytes" in refusal(groups, monkeypatch, capsys)
     (runs[0] / "summary.json").unlink()
-    given = [f"{run.name}={run}" for run in runs]
-    monkeypatch.setattr("sys.argv", ["compare_runs.py", *given, "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit):
-        compare_runs.main()
-    assert "a run of the first group has no summary.json" in capsys.readouterr().err
-
-
-def test_a_folder_without_a_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr("sys.argv", ["compare_runs.py", f"bf16={tmp_path}", "--out", "nowhere"])
-    with pytest.raises(SystemExit):
-        compare_runs.main()
-    assert f"bf16={tmp_path}: {tmp_path} has no metrics.jsonl" in capsys.readouterr().err
+    text = refusal(groups, monkeypatch, capsys)
+    assert "a run of the first group has no summary.json" in text
