@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ringfa3.masks.spans import Ints
 from ringfa3.validation import (
@@ -35,8 +36,10 @@ def document_lengths(name: str, cu: Any) -> Ints:
 def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> Ints:
     """An int64 copy. Raises TypeError: values are no whole numbers; ValueError: another shape."""
     try:
-        values = values.cpu() if hasattr(values, "cpu") else values  # a tensor on a GPU
-        array = np.array(values if hasattr(values, "__len__") else list(values))  # type: ignore[arg-type]
+        given: Any = values
+        if isinstance(given, torch.Tensor):
+            given = given.detach().cpu().numpy()
+        array = np.array(given if hasattr(given, "__len__") else list(given))
         if array.size and (array.dtype.kind not in "iu" or array.max() >= INT64_END):
             raise TypeError(f"{array.dtype}")
     except (TypeError, ValueError) as problem:  # also of one number, and of rows that differ

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -212,6 +213,8 @@ def test_a_mask_is_a_value() -> None:
         (lambda: Mask([[0, 5, 0, 4, 0, 0]], 4), r"spans\[0\] = .* needs 0 <= q0 <= q1 <= 4"),
         (lambda: Mask([[0, 4, 0, 4, 1, 0]], 4), "lo <= hi"),
         (lambda: Mask([[0, 4, 0, 4, 0, np.inf]], 4), "give whole numbers, finite ones"),
+        (lambda: Mask(torch.zeros(1, 6, requires_grad=True), 4), "spans=.*: give whole numbers"),
+        (lambda: Mask(torch.zeros(1, 6, dtype=torch.bfloat16), 4), "spans=.*: give whole numbers"),
         (lambda: Mask([[0, 4, 0, 4]], 4), r"spans has shape \(1, 4\)"),
         (lambda: Mask([], -1), "q_tokens, k_tokens = -1, -1: allowed are 0"),
         (lambda: Mask([], 8.0), "q_tokens=8.0: give a whole number"),  # type: ignore[arg-type]
