@@ -23,7 +23,8 @@ from ringfa3.planning.process_groups import Group, GroupRef, resolve_group, warn
 from ringfa3.planning.refinement import plan_mask
 from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
-from ringfa3.planning.tiling import MAX_ROWS, Plan
+from ringfa3.planning.tile_schedule import MAX_ROWS
+from ringfa3.planning.tiling import Plan
 from ringfa3.planning.token_shards import TokenShards
 from ringfa3.validation import (
     LAYOUTS,

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ringfa3.planning.sharding import Ints, Segments
-from ringfa3.planning.tiling import Band, Plan, band, concat_ranges, pair_sequences
+from ringfa3.planning.tile_schedule import concat_ranges
+from ringfa3.planning.tiling import Band, Plan, band, pair_sequences
 
 # Tokens of a rank up to which its backward splits the heads of its own keys. Measured: 2 H200 gain
 # 3% at 8k tokens and lose 5% at 16k; 2 H200 that rehearse 4 ranks gain 4% at 4k and 0 to 3% at 8k.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ringfa3.planning.handles import graph_handle, plan_table
 from ringfa3.planning.process_groups import GroupRef, require_alive
 from ringfa3.planning.sharding import Ints, Segments
-from ringfa3.planning.tiling import concat_ranges
+from ringfa3.planning.tile_schedule import concat_ranges
 from ringfa3.planning.unshard import Unshard, require_agreement
 from ringfa3.validation import check_plain
 
