@@ -44,6 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A test that runs a task of the trainer in this process sets its number of threads.
+
+    Later tests have one again: operations on tensors so small take ten times as long with two.
+    """
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """A pool of four gloo ranks, shared by all tests of a worker."""

@@ -59,6 +59,7 @@ def config(text_folder: Path, tmp_path: Path) -> Config:
     config.data.held_out = 0.2
     config.data.seq_len = 256
     config.run.dir = str(tmp_path / "run")
+    config.parallel.threads = 1
     return config
 
 

@@ -108,6 +108,7 @@ def _run_python(command: list[str], environment: Mapping[str, str]) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in given if folder]
+    os.sched_getaffinity = lambda _: {0}  # a thread more would wait for the other in a loop
     if tuple(command[:2]) == TORCHRUN:
         run_torchrun(command[2:])
     else:
