@@ -12,6 +12,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,10 +36,10 @@ def arguments(tmp_path_factory) -> list[str]:
     return [*text, *rest, "checkpoint.every=0", "train.precision=bfloat16"]
 
 
-def run(folder: Path, *arguments: str) -> str:
+def run(folder: Path, *arguments: str, most_gpus: int = 2, limit: float = 400) -> str:
     """Run to the end; returns the output. Removes the checkpoints: models have up to 23 GB each."""
-    with Job(folder, min(torch.cuda.device_count(), 2), *arguments, fresh=True) as job:
-        code, output = job.end(limit=400)
+    with Job(folder, min(torch.cuda.device_count(), most_gpus), *arguments, fresh=True) as job:
+        code, output = job.end(limit)
         assert code == 0, output
     shutil.rmtree(folder / "checkpoints")
     return output
@@ -108,3 +109,19 @@ def test_memory_is_predicted(arguments, tmp_path, compile, layers):
     error = re.search(r"device memory [\d.]+ GB, predicted [\d.]+ \(([+-][\d.]+)%\)", line)
     assert error
     assert abs(float(error[1])) <= 10, line
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_billion_parameters_learn_under_their_defaults(tmp_path):
+    """200 steps of model=1b on the standard library, on up to 8 GPUs, whose batch is the same.
+
+    The loss falls below 5 nats, and its mean over 50 steps never rises.
+    """
+    keys = ["model=1b", "train.steps=200", f"data.cache_dir={tmp_path}-cache"]
+    keys += ["checkpoint.every=0", "train.eval_every=0", "train.final_eval_bytes=1"]
+    run(tmp_path / "run", *keys, most_gpus=8, limit=3500)
+    losses = [loss for _, loss, _ in steps(tmp_path / "run")]
+    assert losses[-1] < 5
+    means = np.convolve(losses, np.full(50, 1 / 50), "valid")
+    assert (np.diff(means) <= 0).all(), means

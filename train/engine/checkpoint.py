@@ -30,6 +30,7 @@ from train.engine.stored_checkpoint import (
     newest_valid,
     saved_while_skipping,
 )
+from train.engine.train_state import TrainState
 from train.paths import discard
 
 
@@ -101,6 +102,28 @@ class Checkpoints:
     def has(self, step: int) -> bool:
         """Whether the checkpoint of ``step`` is saved or being written."""
         return self.saved == step or (self._writing is not None and self._written == step)
+
+    def save(self, state: TrainState, ready: torch.cuda.Event | None = None) -> None:
+        """Start to save ``state``, unless it is saved or being written; any thread may call this.
+
+        ``ready`` is as in ``begin``.
+        """
+        with self.lock:
+            if not self.has(state.step):
+                self.begin(state.step, state.shards(), state.metadata(), ready)
+
+    def require_saved(self, state: TrainState, ready: torch.cuda.Event | None = None) -> None:
+        """``save``, and wait for the end; ``RuntimeError`` if ``state`` could not be saved."""
+        with self.lock:
+            self.wait()
+            self.save(state, ready)
+            self.wait()
+        if self.saved != state.step:
+            raise RuntimeError(
+                f"step {state.step} could not be saved, the newest checkpoint is that of step "
+                f"{self.saved}; fix what {self.folder.with_name('events.jsonl')} names and run the "
+                f"same command again"
+            )
 
     def begin(
         self,
