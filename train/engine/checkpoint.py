@@ -5,6 +5,7 @@ The ranks write a checkpoint under a temporary name. Then rank 0 adds the manife
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +33,14 @@ from train.engine.stored_checkpoint import (
 )
 from train.engine.train_state import TrainState
 from train.paths import discard
+
+
+def free_space(folder: Path) -> str:
+    """Text that follows a failed write: PyTorch's errors do not always name a full disk."""
+    try:
+        return f"; its disk had {shutil.disk_usage(folder).free / 1e9:,.1f} GB free"
+    except OSError:
+        return ""  # the folder is gone, which the failure itself names
 
 
 class Checkpoints:
@@ -190,10 +199,11 @@ class Checkpoints:
             return
         self.failures += 1
         if self.parallel.rank == 0:
+            free = free_space(self.folder)
             discard(temporary)
             self.log(
                 f"checkpoint of step {step} failed ({self.failures} so far), training continues: "
-                f"{problem}"
+                f"{problem}{free}"
             )
 
     def _complete(self, temporary: Path, final: Path, metadata: dict[str, Any]) -> str | None:
