@@ -25,10 +25,13 @@ from tests.support.ranks import sacrifice
 from tests.train.host_reads import HostReads
 from tests.train.jobs import steps
 from train.config import CheckpointConfig, Config, EngineConfig, MemoryConfig
-from train.data.batches import Batch
+from train.data.batches import Batch, make_batch
+from train.data.mixture import training_samples
 from train.data.samples import IGNORED
 from train.data.shards import open_corpus
+from train.data.tokenizer import vocabulary_size
 from train.engine import deepspeed
+from train.engine.make_engine import make_engine
 from train.engine.parallel import ParallelLayout
 from train.run.failure import FailureReport
 from train.run.run_folder import RunFolder
@@ -242,6 +245,32 @@ def test_engines_take_the_same_steps_with_less_memory(config, engines):
     config.memory = MemoryConfig("attention-saving", mlp_chunk=64, loss_chunk=50, offload="all")
     config.train.steps = 4
     check_alike(config, 2, engines, [2])
+
+
+def _norms(_: dist.ProcessGroup, configs: list[Config]) -> list[list[float]]:
+    """For each engine its norm of the gradients of a step, and that of the gradients in float64."""
+    norms = []
+    for config in configs:
+        parallel, corpus = layout(1), open_corpus(config.data)
+        engine = make_engine(config, vocabulary_size(corpus.tokenizer), parallel)
+        sample = training_samples(corpus.train, config.data, 0)[parallel.rank]
+        batch = make_batch(sample, parallel.cp_group, config.parallel.layout)
+        engine.backward(batch, torch.ones(()), last=True)
+        norm = float(engine.grad_norm(math.inf))
+        exact = sum(share.double().square().sum() for _, share in engine.gradients())
+        dist.all_reduce(exact)
+        norms.append([norm, float(exact.sqrt())])
+    return norms
+
+
+@pytest.mark.deepspeed
+def test_the_norm_of_large_gradients_is_exact_under_zero(config):
+    """Within 1e-6, for matrices of 524,288 elements; ``test_grad_norm`` has the other engines."""
+    config.model.dim, config.model.ffn_dim, config.model.n_layers = 512, 1024, 1
+    configs = [variant(config, name, engine) for name, engine in (ZERO | OFFLOADED).items()]
+    for norms in sacrifice(2, 60, _norms, configs, limit=LIMIT_S * len(configs)):
+        for norm, exact in norms:
+            assert norm == pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.soak
