@@ -263,7 +263,6 @@ class SymmetricRingPass:
         if self._dkv_dtype is not None:  # allocated after the caller's tensors, which are larger
             self._dkv = self._local[0].new_empty(self._dkv_shape, dtype=self._dkv_dtype)
         self._issue(self._rest)
-        self._dkv = None
 
     def _issue(self, steps: Iterable[Step]) -> None:
         builder = current_builder()
@@ -295,6 +294,7 @@ class SymmetricRingPass:
             (returns,) = tensors
             dtype = self._local[0].dtype
             self.grads = self._local_kv.round_gradients(self._dkv, returns, dtype)
+            self._dkv = None  # no work follows: dQ may take its memory
 
     def _do_hop(self, work: AttendHop, tensors: tuple[Any, ...]) -> None:
         if work.kv is not None:
