@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
@@ -49,7 +50,7 @@ class Problem:
     plain: Gradients  # of PyTorch in the dtype of q
     mask: torch.Tensor  # (t, n) bool, True where a query attends to a key
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         return plan_local(
             *(np.array(n, np.int64) for n in zip(*self.lengths, strict=True)), *self.window
