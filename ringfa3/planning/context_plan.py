@@ -79,15 +79,18 @@ class ContextPlan(TokenShards):
         self.layout, self.causal, self.window_size = layout, causal, window_size
         self.mask = mask
         self._register()
-        if mask is None:
-            window = self.effective_window
-            self.hops, self.kv_exchange = plan_ring(shards, rank, *window, alignment=alignment)
-        else:
+        if mask is not None:
             self._positions = mask.positions[self._token_index]
             self._key_positions = mask.key_positions[self._key_index]
-            queries = one_sequence(lengths, shards)
-            keys = queries if key_shards is None else key_shards
-            self.hops, self.kv_exchange = plan_mask(mask, queries, keys, rank)
+        self.hops, self.kv_exchange = self._exchange(alignment=alignment)
+
+    def _exchange(self, grid: int = 1, alignment: int = 1) -> tuple[Plan, KVExchange]:
+        """Spans and exchange; arguments as in `plan_exchange`."""
+        if self.mask is None:
+            return plan_ring(self.shards, self.rank, *self.effective_window, grid, alignment)
+        queries = one_sequence(self.lengths, self.shards)
+        keys = queries if self.key_shards is self.shards else self.key_shards
+        return plan_mask(self.mask, queries, keys, self.rank, grid, alignment)
 
     def _register(self) -> None:
         """Sets the attributes of `_LOCAL`."""
@@ -95,7 +98,7 @@ class ContextPlan(TokenShards):
         self._published: dict[tuple[torch.device, int], RowIndex] = {}
         self._grids: dict[int, tuple[Plan, KVExchange]] = {}
         self._variants: dict[tuple[int, int] | Mask, ContextPlan] = {}  # windows and masks
-        self._aligned: dict[int, ContextPlan] = {}
+        self._aligned: dict[tuple[int, GroupRef | None], ContextPlan] = {}
         self._origin: ContextPlan | None = None  # the plan that made this one
         self.handle = new_handle(self)
 
@@ -159,7 +162,7 @@ class ContextPlan(TokenShards):
             )
         if torch.compiler.is_compiling():
             return cast(ContextPlan, GraphPlan(self, self.group, window))
-        return self._variant(window, lambda origin: origin._remade(window))
+        return self._variant(window, lambda origin: origin._remade(window, None))
 
     @untraced
     def with_mask(self, mask: Mask) -> ContextPlan:
@@ -181,7 +184,7 @@ class ContextPlan(TokenShards):
         """
         require_no_compiler("plan.with_mask")
         check_mask_tokens(mask, self.total_tokens, sum(s.tokens for s in self.key_shards))
-        return self._variant(mask, lambda origin: origin._masked(mask))
+        return self._variant(mask, lambda origin: origin._remade((-1, -1), mask))
 
     def _variant(
         self, key: tuple[int, int] | Mask, make: Callable[[ContextPlan], ContextPlan]
@@ -201,27 +204,27 @@ class ContextPlan(TokenShards):
     def aligned(self, keys: int) -> ContextPlan:
         """The plan where each run that ranks exchange begins with a tile of so many keys.
 
-        This plan if all do: only a window to the left lets runs begin inside a segment.
+        This plan if all do: only a band's lower end lets runs begin inside a segment.
         """
-        if self.effective_window[0] < 0:
+        if self.mask is None and self.effective_window[0] < 0:
             return self
-        if keys not in self._aligned:
-            self._aligned[keys] = self._remade(self.window_size, keys)
-        return self._aligned[keys]
+        key = keys, self._group
+        if key not in self._aligned:
+            self._aligned[key] = self._remade(self.window_size, self.mask, keys)
+        return self._aligned[key]
 
-    def _remade(self, window: tuple[int, int], alignment: int = 1) -> ContextPlan:
-        given = self.lengths, self.shards, self.rank, self._group, self.layout, self.causal
-        return ContextPlan(*given, window, self.implicit, alignment)
-
-    def _masked(self, mask: Mask) -> ContextPlan:
+    def _remade(
+        self, window: tuple[int, int], mask: Mask | None, alignment: int = 1
+    ) -> ContextPlan:
         keys = None if self.key_shards is self.shards else self.key_shards
-        given = self.lengths, self.shards, self.rank, self._group, self.layout, False, (-1, -1)
-        return ContextPlan(*given, self.implicit, mask=mask, key_shards=keys)
+        given = self.lengths, self.shards, self.rank, self._group, self.layout
+        causal = self.causal and mask is None
+        return ContextPlan(*given, causal, window, self.implicit, alignment, mask, keys)
 
     def on_grid(self, keys: int) -> tuple[Plan, KVExchange]:
         """`hops` and `kv_exchange` where ranks exchange whole tiles of so many keys."""
         if keys not in self._grids:
-            self._grids[keys] = plan_ring(self.shards, self.rank, *self.effective_window, keys)
+            self._grids[keys] = self._exchange(keys)
         return self._grids[keys]
 
     def published_rows(self, device: torch.device, keys: int = 1) -> RowIndex:
