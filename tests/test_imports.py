@@ -21,6 +21,7 @@ ORDER = [
     "tensor_cache",
     "validation",
     "keywords",
+    "padding",
     "masks",
     "planning",
     "quantisation",
