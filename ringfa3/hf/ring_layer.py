@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -89,10 +90,8 @@ def check_call(
         named = inspect.signature(model.forward).bind_partial(*inputs).arguments
         _check_losses(model, {**named, **keywords})
         check_model(model)
-        positions = {**named, **keywords}.get("position_ids")
-        if isinstance(plan, ContextPlan) and isinstance(positions, torch.Tensor):
-            _check_positions(plan, positions)
-            _given_positions.add(plan)
+        if isinstance(plan, ContextPlan):
+            _note_positions(plan, {**named, **keywords}.get("position_ids"))
     except (ValueError, *FAILURES) as problem:
         raise_on_all_ranks(group_of(plan), problem)
 
@@ -235,8 +234,8 @@ def _check_rope(module: torch.nn.Module) -> None:
 
 
 _checked: TensorCache[None] = TensorCache()  # position_ids and documents that are a plan's
-# Plans whose positions a model was called with. `check_model` has shown that the model's tokens
-# depend on these alone, so layers that do not get them, as Llama 4's, have them too.
+# Plans whose positions the last call of a model had. `check_model` has shown that the tokens of
+# the model depend on these alone, so layers that do not get them, as Llama 4's, have them too.
 _given_positions: weakref.WeakSet[ContextPlan] = weakref.WeakSet()
 
 
@@ -258,6 +257,15 @@ def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
             )
 
     _checked.get(positions, plan.handle, compare)
+
+
+def _note_positions(plan: ContextPlan, positions: object) -> None:
+    """Whether this call has the plan's positions. A layer raises what is wrong with others."""
+    _given_positions.discard(plan)
+    if isinstance(positions, torch.Tensor):
+        with contextlib.suppress(ValueError):
+            _check_positions(plan, positions)
+            _given_positions.add(plan)
 
 
 def _check_documents(plan: ContextPlan, labels: torch.Tensor, batch: int) -> None:

@@ -129,8 +129,8 @@ def test_a_ring_equals_dense_attention(
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_rings_of_many_masks_equal_dense_attention(ranks: Ranks, world: int) -> None:
     """Float64 reference, 1e-12: 400 random masks a world, 2,000 in all."""
-    for part in range(4):  # a call of the ranks has a time limit
-        ranks.run(world, _compare, 900 + 10 * world + part, 100, (8, 64, 256))
+    for part in range(20):  # a call of the ranks has a time limit
+        ranks.run(world, _compare, 900 + 20 * world + part, 20, (8, 64, 256))
 
 
 def test_one_device_equals_dense_attention() -> None:

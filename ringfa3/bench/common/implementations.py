@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ringfa3 import flash_attn_func, flash_attn_varlen_func
+from ringfa3 import flash_attn_func, flash_attn_mask_func, flash_attn_varlen_func
 from ringfa3.bench.common.cases import FORWARD, Case
 from ringfa3.bench.common.problem import (
     PreparedRun,
@@ -92,6 +92,11 @@ class RingFA3(SingleDevice):
             "precision": self.precision,
             "softmax_scale": case.head_dim**-0.5,  # q may have columns of zeros beyond it
         }
+        if (spans := case.spans) is not None:
+            del options["window_size"]
+            return lambda q, k, v: tensor(
+                flash_attn_mask_func(q, k, v, spans, sink=sink_for(q), **options)
+            )
         if not case.packed:
             return lambda q, k, v: tensor(flash_attn_func(q, k, v, sink=sink_for(q), **options))
         cu = torch.tensor(case.cumulative, dtype=torch.int32)  # on the CPU: the plan reads it there
