@@ -20,6 +20,7 @@ from ringfa3.bench.attention.cases import (
     MERGE,
     OWN_IMPLEMENTATIONS,
     PEERS,
+    QUANTISED_BACKWARD,
     SCORES,
     SINKS,
     SPANS,
@@ -212,7 +213,8 @@ def _with_own_implementations(
     """As `_implementations`, for a set of `OWN_IMPLEMENTATIONS`."""
     smoke = device.type == "cpu"
     for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
-        if given is not None and (smoke or name in (ABLATION, MERGE, SINKS, SPANS)):
+        own = ABLATION, MERGE, SINKS, SPANS, *QUANTISED_BACKWARD
+        if given is not None and (smoke or name in own):
             where = " on the CPU" if smoke else ""
             raise BenchError(f"--{option} is not used by --set {name}{where}")
     if name == DETERMINISTIC:
@@ -230,6 +232,8 @@ def _with_own_implementations(
                 found.append(cudnn)
         whole = RingFA3(f"{RINGFA3} {name} with quantisation", precision=name)
         return [QuantisedRingFA3(name), whole, RingFA3(), *found], missing
+    if precision := QUANTISED_BACKWARD.get(name):
+        return [RingFA3(f"{RINGFA3} {precision}", precision=precision), RingFA3()], []
     if name == ABLATION:
         if not ablation_folder().is_dir():
             raise BenchError(
