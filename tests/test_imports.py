@@ -21,7 +21,6 @@ ORDER = [
     "tensor_cache",
     "validation",
     "keywords",
-    "padding",
     "masks",
     "planning",
     "quantisation",
