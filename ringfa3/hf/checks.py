@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from ringfa3.hf.masks import REMEDY, Mask
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Keywords of attention in transformers that change its result, and what they stand for.
 UNSUPPORTED = {
@@ -19,6 +22,13 @@ UNSUPPORTED = {
     "block_indices": "sparse attention by blocks",
     "sinks": "sinks that change with the query",
 }
+
+
+def uncompiled(function: Function) -> Function:
+    """Runs between a compiler's graphs: checks read values, and ranks exchange errors."""
+    reason = "ringfa3_plan: a ring breaks the graph: call torch.compile without fullgraph=True"
+    outside: Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return outside
 
 
 def check_arguments(dropout: float, keywords: dict[str, Any]) -> None:
