@@ -40,7 +40,7 @@ from rich.progress import Progress
 
 from ringfa3 import flash_attn_func
 from ringfa3.kernels import dispatch
-from train.checks.hardware import check_hardware
+from train.checks.machine import check_hardware
 from train.config import HardwareConfig
 from train.model.flops import AGAIN_PER_PAIR, BACKWARD_PER_PAIR, FORWARD_PER_PAIR
 from train.model.matmul import add_matmul, linear, matmul

@@ -22,7 +22,7 @@ from tests.support.ranks import Ranks
 # Every run has the same examples; HYPOTHESIS_PROFILE=explore tries many new ones.
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
-    "suite", deadline=None, derandomize=True, max_examples=200, suppress_health_check=slow
+    "suite", deadline=None, derandomize=True, max_examples=100, suppress_health_check=slow
 )
 settings.register_profile(
     "explore", deadline=None, max_examples=2000, print_blob=True, suppress_health_check=slow
@@ -42,6 +42,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hides the GPUs from tests of the CPU path, also on a machine that has some."""
     if "not gpu" in config.getoption("-m"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A test that runs a task of the trainer in this process sets its number of threads.
+
+    Later tests have one again: operations on tensors so small take ten times as long with two.
+    """
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

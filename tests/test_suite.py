@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("test_*.py"))
@@ -32,6 +33,12 @@ def marks(path: Path) -> set[str]:
 def test_the_cpu_suite_sees_no_gpu(request: pytest.FixtureRequest) -> None:
     selected = request.config.getoption("-m")
     assert "not gpu" not in selected or os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_no_test_leaves_threads_to_the_next(time: str) -> None:
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
 
 
 def test_pytest_collects_every_folder(request: pytest.FixtureRequest) -> None:

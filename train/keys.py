@@ -52,11 +52,9 @@ def schema_keys() -> list[str]:
     return list(schema())
 
 
-def value_keys(prefix: str = "") -> list[str]:
-    """The keys below ``prefix`` that have values."""
-    return [
-        key for key, entry in schema().items() if key.startswith(prefix) and not entry.is_section
-    ]
+def value_keys() -> list[str]:
+    """The keys that have values."""
+    return [key for key, entry in schema().items() if not entry.is_section]
 
 
 def values(config: Config) -> Iterator[tuple[str, Any, SchemaKey]]:

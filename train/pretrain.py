@@ -8,6 +8,7 @@ missing package (every process detects it before any process group exists, one p
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -25,6 +26,13 @@ from train.extras import missing_packages  # noqa: E402
 from train.slurm import set_ranks  # noqa: E402
 
 LOCAL_RANK_0_S = 10.0  # for local rank 0 to start and to print the error
+MODULES = {
+    **{mode: f"tasks.{mode}" for mode in ("train", "check", "estimate", "verify", "generate")},
+    "export": "tasks.export",
+    "eval": "probes.text_loss",
+    "needle": "probes.needle",
+    "rope": "probes.rope_sweep",
+}
 
 
 def end(problem: str, found_by_all: bool = True) -> NoReturn:
@@ -271,44 +279,14 @@ def run_mode(config: Config, world: int, stopper: Stopper | None) -> None:
     Only this imports torch, after all checks and after the stopper of ``mode=train`` has blocked
     signals: threads of torch inherit the blocked signals.
     """
-    match config.mode:
-        case "train":
-            from train.tasks import train
-
-            train.run(config, stopper)
-        case "check":
-            from train.tasks import check as check_mode
-
-            check_mode.run(config)
-        case "estimate":
-            from train.tasks import estimate
-
-            if not estimate.run(config, world):
-                sys.exit(1)
-        case "verify":
-            from train.tasks import verify
-
-            verify.run(config)
-        case "generate":
-            from train.tasks import generate
-
-            generate.run(config)
-        case "export":
-            from train.tasks import export
-
-            export.run(config)
-        case "eval":
-            from train.probes import text_loss
-
-            text_loss.run(config)
-        case "needle":
-            from train.probes import needle
-
-            needle.run(config)
-        case "rope":
-            from train.probes import rope_sweep
-
-            rope_sweep.run(config)
+    module = importlib.import_module(f"train.{MODULES[config.mode]}")
+    if config.mode == "train":
+        module.run(config, stopper)
+    elif config.mode == "estimate":
+        if not module.run(config, world):
+            sys.exit(1)
+    else:
+        module.run(config)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,23 @@
 """Engines, compiled blocks and predictions: `pytest -m gpu tests/gpu/test_gpu_trainer.py`.
 
 Whole runs on two GPUs, or on one. The reference is ddp with uncompiled blocks. Tolerance: each loss
-within 0.1%, each gradient norm within 1%; bfloat16 itself rounds by up to 0.2 to 0.4%.
+within 0.1%, each gradient norm within 1%; bfloat16 itself rounds by up to 0.2 to 0.4%. The tests
+need kernels of head dims 64 and 128, a C compiler for Triton, and 25 GB of disk.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from tests.train.conftest import long_text
 from tests.train.jobs import Job, events, steps
+from tests.train.texts import long_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -33,11 +36,12 @@ def arguments(tmp_path_factory) -> list[str]:
     return [*text, *rest, "checkpoint.every=0", "train.precision=bfloat16"]
 
 
-def run(folder: Path, *arguments: str) -> str:
-    """Run to the end; returns the output."""
-    with Job(folder, min(torch.cuda.device_count(), 2), *arguments, fresh=True) as job:
-        code, output = job.end(limit=400)
+def run(folder: Path, *arguments: str, most_gpus: int = 2, limit: float = 400) -> str:
+    """Run to the end; returns the output. Removes the checkpoints: models have up to 23 GB each."""
+    with Job(folder, min(torch.cuda.device_count(), most_gpus), *arguments, fresh=True) as job:
+        code, output = job.end(limit)
         assert code == 0, output
+    shutil.rmtree(folder / "checkpoints")
     return output
 
 
@@ -76,7 +80,11 @@ def test_the_steps_are_those_of_uncompiled_ddp(arguments, expected, tmp_path, ke
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_reduction_of_every_micro_batch_saves_whole_gradients(arguments, tmp_path):
-    """model=1b: 1.24e9 gradients of 4 bytes, half of them on the other GPU. 20% are allowed."""
+    """model=1b: 1.24e9 gradients of 4 bytes. The other GPU has half of them.
+
+    At the peak of memory more may be gone: a reduction also frees what its bucket held. So of all
+    gradients 40% at least are saved, and no more than all.
+    """
     found = {}
     for reduce in ("micro", "step"):
         keys = ["engine=fsdp2", f"engine.reduce={reduce}", "memory=recompute", "train.steps=3"]
@@ -84,7 +92,8 @@ def test_a_reduction_of_every_micro_batch_saves_whole_gradients(arguments, tmp_p
         keys += ["model=1b", "data.seq_len=8192"]
         run(tmp_path / reduce, *arguments, *keys)
         found[reduce] = memory_of(tmp_path / reduce)
-    assert found["step"] - found["micro"] == pytest.approx(4 * 1.24e9 / 2, rel=0.2)
+    whole = 4 * 1.24e9
+    assert 0.4 * whole <= found["step"] - found["micro"] <= whole, found
 
 
 @pytest.mark.parametrize("compile", ["none", "block"])
@@ -100,3 +109,19 @@ def test_memory_is_predicted(arguments, tmp_path, compile, layers):
     error = re.search(r"device memory [\d.]+ GB, predicted [\d.]+ \(([+-][\d.]+)%\)", line)
     assert error
     assert abs(float(error[1])) <= 10, line
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_billion_parameters_learn_under_their_defaults(tmp_path):
+    """200 steps of model=1b on the standard library, on up to 8 GPUs, whose batch is the same.
+
+    The loss falls below 5 nats, and its mean over 50 steps never rises.
+    """
+    keys = ["model=1b", "train.steps=200", f"data.cache_dir={tmp_path}-cache"]
+    keys += ["checkpoint.every=0", "train.eval_every=0", "train.final_eval_bytes=1"]
+    run(tmp_path / "run", *keys, most_gpus=8, limit=3500)
+    losses = [loss for _, loss, _ in steps(tmp_path / "run")]
+    assert losses[-1] < 5
+    means = np.convolve(losses, np.full(50, 1 / 50), "valid")
+    assert (np.diff(means) <= 0).all(), means

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support import faint_keys as checks
-from tests.support.emulation import EAGERNESS, Machine, unit
+from tests.support.emulation import EAGERNESS, Machine, draws, unit
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(600)]
 
@@ -29,9 +29,10 @@ def test_one_launch_holds_the_gate(emulated: Machine, dtype: torch.dtype, d: int
 
 
 @pytest.mark.parametrize(("dtype", "d"), SHAPES, ids=str)
-def test_hops_hold_the_gate(emulated: Machine, dtype: torch.dtype, d: int) -> None:
+@pytest.mark.parametrize("cases", draws(6, 12), ids=str)
+def test_hops_hold_the_gate(emulated: Machine, dtype: torch.dtype, d: int, cases: range) -> None:
     of_shape = unit("forward", torch.empty(0, 1, d, dtype=dtype))
-    for case in range(12):
+    for case in cases:
         emulated.settings(case, EAGERNESS[case % 4])
         checks.hops_hold_the_gate(of_shape, case, "cpu", most=700)
 

@@ -12,7 +12,7 @@ from ringfa3.kernels import dispatch
 from ringfa3.quantisation.formats import FORMATS
 from tests.support import emulation
 from tests.support import quantised_checks as checks
-from tests.support.emulation import EAGERNESS, Machine
+from tests.support.emulation import EAGERNESS, Machine, draws
 from tests.support.quantised_ring import ring_is_that_of_the_reference
 
 pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
@@ -30,9 +30,12 @@ UNITS = [
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_random_sequences_are_those_of_the_reference(emulated: Machine, unit: Unit) -> None:
-    """`TOLERANCE`; 16 cases, orders drawn at random."""
-    for case in range(16):
+@pytest.mark.parametrize("cases", draws(8, 16), ids=str)
+def test_random_sequences_are_those_of_the_reference(
+    emulated: Machine, unit: Unit, cases: range
+) -> None:
+    """`TOLERANCE`; orders drawn at random."""
+    for case in cases:
         emulated.settings(case, EAGERNESS[case % 4])
         checks.random_sequences(unit, "cpu", case)
 
@@ -44,13 +47,14 @@ def test_random_sequences_are_those_of_the_reference(emulated: Machine, unit: Un
         for name in FP8_VARIANTS
     ],
 )
+@pytest.mark.parametrize("cases", draws(4, 8), ids=str)
 def test_variants_of_the_ablation_are_those_of_the_reference(
-    emulated: Machine, variant: str
+    emulated: Machine, variant: str, cases: range
 ) -> None:
-    """`TOLERANCE`; 8 cases, orders drawn at random."""
+    """`TOLERANCE`; orders drawn at random."""
     q = torch.empty(0, 1, 128, dtype=torch.bfloat16)
     unit = emulation.unit("forward", q, "fp8").as_variant(variant)
-    for case in range(8):
+    for case in cases:
         emulated.settings(case, EAGERNESS[case % 4])
         checks.random_sequences(unit, "cpu", case)
 

@@ -50,6 +50,11 @@ PROCESSORS = 3  # SMs of the emulated GPU
 EAGERNESS = (0.0, 0.02, 0.3, 1.0)  # chances of an asynchronous operation, for `Machine.settings`
 
 
+def draws(first: int, count: int) -> list[Any]:
+    """Values of a parameter: the `first` of `count` random cases, and for `-m soak` the others."""
+    return [range(first), pytest.param(range(first, count), marks=pytest.mark.soak)]
+
+
 class EmulationError(RuntimeError):
     """A kernel made an error; the message names the instruction and the warp."""
 

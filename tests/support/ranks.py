@@ -87,6 +87,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
             size, function, args = pickle.loads(job)
             pipe.send_bytes(_call(function, groups[size], *args))
             _destroy_groups(permanent)
+            torch.set_num_threads(1)  # a task of the trainer sets its own number
             faulthandler.cancel_dump_traceback_later()
     except EOFError:  # the suite has ended
         pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,27 +12,11 @@ from matplotlib.figure import Figure
 
 from tests.train.hf_folders import make_folder, started, tokenizer_file
 from tests.train.jobs import run_script
+from tests.train.texts import make_text
 from train.config import Config
 from train.data.documents import Documents
 
 __all__ = ["make_folder", "started", "tokenizer_file"]  # fixtures of all folders
-
-WORDS = ["ring", "attention", "keeps", "every", "token", "of", "a", "long", "tale", "naïve", "λ"]
-
-
-def make_text(seed: int, words: int) -> str:
-    """``words`` words with line breaks, a function of the seed."""
-    chosen = random.Random(seed).choices(WORDS, k=words)
-    return " ".join(w + ("\n" if i % 9 == 8 else "") for i, w in enumerate(chosen))
-
-
-def long_text(folder: Path) -> list[str]:
-    """Writes 10 documents of 20,000 words, tens of thousands of tokens each; returns the keys."""
-    folder.mkdir()
-    for number in range(10):
-        (folder / f"{number}.txt").write_text(make_text(number, 20_000))
-    text = [f"data.path={folder}", f"data.cache_dir={folder}-cache", "data.vocab_size=300"]
-    return [*text, "data.held_out=0.2"]
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +42,7 @@ def config(text_folder: Path, tmp_path: Path) -> Config:
     config.data.held_out = 0.2
     config.data.seq_len = 256
     config.run.dir = str(tmp_path / "run")
+    config.parallel.threads = 1
     return config
 
 

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as torchrun
+from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 from torch.distributed.run import main as run_torchrun
 
 from tests.support.ranks import SERVER
@@ -108,11 +110,19 @@ def _run_python(command: list[str], environment: Mapping[str, str]) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in given if folder]
+    os.sched_getaffinity = lambda _: {0}  # a thread more would wait for the other in a loop
+    Hydra.get_mode = _mode
     if tuple(command[:2]) == TORCHRUN:
         run_torchrun(command[2:])
     else:
         sys.argv[:] = command
         runpy.run_path(SCRIPT, run_name="__main__")
+
+
+def _mode(_: Hydra, config_name: str, overrides: list[str]) -> RunMode | None:
+    """Hydra's own composes all settings once more. None is the mode of the flags, here and there:
+    ``configs/`` has no ``hydra.mode``."""
+    return RunMode.MULTIRUN if "hydra.mode=MULTIRUN" in overrides else None
 
 
 class _Popen(subprocess.Popen):

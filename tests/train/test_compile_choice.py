@@ -14,7 +14,7 @@ from train import compile_choice
 from train.compile_choice import compiles, why_uncompiled
 from train.config import Config, ConfigError, from_plain
 from train.model.transformer import build_model
-from train.run.held_run import held_compile
+from train.run.run_config import held_compile
 from train.tasks import train
 
 

@@ -5,6 +5,7 @@ The ranks write a checkpoint under a temporary name. Then rank 0 adds the manife
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +31,16 @@ from train.engine.stored_checkpoint import (
     newest_valid,
     saved_while_skipping,
 )
+from train.engine.train_state import TrainState
 from train.paths import discard
+
+
+def free_space(folder: Path) -> str:
+    """Text that follows a failed write: PyTorch's errors do not always name a full disk."""
+    try:
+        return f"; its disk had {shutil.disk_usage(folder).free / 1e9:,.1f} GB free"
+    except OSError:
+        return ""  # the folder is gone, which the failure itself names
 
 
 class Checkpoints:
@@ -102,6 +112,28 @@ class Checkpoints:
         """Whether the checkpoint of ``step`` is saved or being written."""
         return self.saved == step or (self._writing is not None and self._written == step)
 
+    def save(self, state: TrainState, ready: torch.cuda.Event | None = None) -> None:
+        """Start to save ``state``, unless it is saved or being written; any thread may call this.
+
+        ``ready`` is as in ``begin``.
+        """
+        with self.lock:
+            if not self.has(state.step):
+                self.begin(state.step, state.shards(), state.metadata(), ready)
+
+    def require_saved(self, state: TrainState, ready: torch.cuda.Event | None = None) -> None:
+        """``save``, and wait for the end; ``RuntimeError`` if ``state`` could not be saved."""
+        with self.lock:
+            self.wait()
+            self.save(state, ready)
+            self.wait()
+        if self.saved != state.step:
+            raise RuntimeError(
+                f"step {state.step} could not be saved, the newest checkpoint is that of step "
+                f"{self.saved}; fix what {self.folder.with_name('events.jsonl')} names and run the "
+                f"same command again"
+            )
+
     def begin(
         self,
         step: int,
@@ -167,10 +199,11 @@ class Checkpoints:
             return
         self.failures += 1
         if self.parallel.rank == 0:
+            free = free_space(self.folder)
             discard(temporary)
             self.log(
                 f"checkpoint of step {step} failed ({self.failures} so far), training continues: "
-                f"{problem}"
+                f"{problem}{free}"
             )
 
     def _complete(self, temporary: Path, final: Path, metadata: dict[str, Any]) -> str | None:

@@ -116,8 +116,8 @@ class DeepSpeedEngine(Engine):
     def grad_norm(self, limit: float) -> Tensor:
         """As in ``Engine``; ``step`` clips the gradients, to the same ``limit``.
 
-        DeepSpeed itself adds squares in float64.
-        With weights or moments on the host, DeepSpeed itself waits for the device.
+        DeepSpeed adds squares in float64. With weights or moments on the host, it waits for the
+        device.
         """
         if self.stage < 3:
             norm = self.zero.scaled_global_norm()

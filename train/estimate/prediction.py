@@ -8,15 +8,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from train.checks.compile import check_compile
-from train.checks.offload import check_offload
+from train.checks.training import check_compile, check_offload
 from train.config import Config, ConfigError
 from train.estimate.host_memory import host_memory
 from train.estimate.job import Job, UnpredictableError
 from train.estimate.memory import MemoryEstimate, estimate_memory
 from train.estimate.step_time import StepTime, estimate_time
 from train.keys import shown
-from train.run.held_run import allowed_changes
+from train.run.run_config import allowed_changes
 
 # Settings that need less memory, the cheaper ones first. A change uses each key at most once.
 CHANGES: tuple[tuple[str, object], ...] = (

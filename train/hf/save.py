@@ -20,8 +20,8 @@ def save_weights(
     read: Callable[[dict[str, tuple[int, ...]]], dict[str, Tensor]],
     dtype: torch.dtype,
     shard_bytes: int,
-) -> list[Path]:
-    """Write the tensors of ``shapes``, by their names here, to ``folder``; returns the files.
+) -> None:
+    """Write the tensors of ``shapes``, by their names here, to ``folder``.
 
     ``read`` returns the tensors for some of the shapes. A file has at most ``shard_bytes`` bytes of
     tensors, unless a single one is larger. Only the tensors of one file are in memory at a time. If
@@ -29,7 +29,6 @@ def save_weights(
     """
     files = _files(shapes, dtype.itemsize, shard_bytes)
     file_of: dict[str, str] = {}
-    paths = []
     for number, own in enumerate(files, start=1):
         name = WEIGHTS
         if len(files) > 1:
@@ -37,12 +36,10 @@ def save_weights(
         tensors = {hf_name(key): tensor.to(dtype) for key, tensor in read(own).items()}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         file_of |= dict.fromkeys(tensors, name)
-        paths.append(folder / name)
     if len(files) > 1:
         total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return paths
 
 
 def _files(

@@ -22,8 +22,7 @@ from train.model.rope import attention_factor, rope_frequencies
 from train.model.transformer import Transformer
 from train.probes.measure import Subject, run_probe
 from train.probes.text_loss import summary_of
-from train.run.run_config import read_config
-from train.run.run_folder import RunFolder, write_atomically
+from train.run.run_folder import RunFolder, read_config, write_atomically
 from train.sections.model import RopeConfig
 from train.tasks.evaluate import Evaluation, evaluate
 

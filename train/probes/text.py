@@ -16,8 +16,7 @@ from train.data.encoder import DocumentEncoder
 from train.data.shards import open_corpus
 from train.data.tokenizer import vocabulary_size
 from train.engine.stored_checkpoint import read_manifest_metadata
-from train.run.run_config import read_config
-from train.run.run_folder import RunFolder
+from train.run.run_folder import RunFolder, read_config
 from train.text.files import LeftOut
 
 PATH_KEY = "eval.path"

@@ -24,7 +24,7 @@ from ringfa3.errors import RingError
 from train.config import Config
 from train.model.precision import compute_dtype
 from train.paths import expand
-from train.run.held_run import allowed_changes
+from train.run.run_config import allowed_changes
 from train.sections.training import LEAST_LOSS_TOKENS
 
 REFUSED_BY_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)

@@ -10,7 +10,7 @@ from train.config import Config, ConfigError, ModelConfig, fill_model, from_plai
 from train.data.manifest import DamagedError, read_manifest
 from train.hf.architecture import CONFIG, hf_folder, read_model, require_folder
 from train.paths import expand
-from train.run.run_config import read_config
+from train.run.run_folder import read_config
 from train.sections.model import RopeConfig
 
 

@@ -1,28 +1,17 @@
-"""The config of an existing run, for modes that use its model."""
+"""The settings of the run in ``run.dir``, for modes that use it and for starts that continue it."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
+from collections.abc import Iterable
 
-from train.config import Config, ConfigError, from_plain
+from train.config import Config, ConfigError
 from train.keys import get
 from train.paths import expand
+from train.run.run_folder import RunFolder, may_change, read_config
+from train.sections.training import AUTO
 
 RUN_SECTIONS = ("model", "data", "optim", "train", "memory")
-
-
-def read_config(path: Path) -> Config:
-    """Read the ``config.json`` of a run; ``ConfigError`` if it is missing or unreadable."""
-    try:
-        return from_plain(json.loads(path.read_text()))
-    except OSError:
-        folders = [run.parent.name for run in path.parent.parent.glob(f"*/{path.name}")]
-        there = f"; other runs there: {', '.join(sorted(folders)[:8])}" if folders else ""
-        raise ConfigError(f"run.dir={path.parent} contains no run ({path.name}){there}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}, the settings of a run, cannot be read: {error}") from None
 
 
 def with_run_config(config: Config, given: list[str]) -> Config:
@@ -48,3 +37,33 @@ def with_run_config(config: Config, given: list[str]) -> Config:
         setattr(parent, key.rpartition(".")[2], get(config, key))
     sections = {name: getattr(run, name) for name in RUN_SECTIONS}
     return dataclasses.replace(config, **sections)
+
+
+def continues(config: Config) -> bool:
+    """Whether a start with ``config`` continues the run in its folder."""
+    folder = RunFolder(config)
+    try:
+        if not folder.holds_run() or folder.is_replaced_by(config):
+            return False
+        folder.require_fit(config)
+    except (ConfigError, OSError):  # the start is refused
+        return False
+    return True
+
+
+def allowed_changes(config: Config, keys: Iterable[str]) -> list[str]:
+    """Those of ``keys``, settings or groups, that the next start may have with other values."""
+    if not continues(config):
+        return list(keys)
+    return [key for key in keys if may_change(key) or may_change(f"{key}.")]
+
+
+def held_compile(config: Config) -> str:
+    """``train.compile``; ``none`` instead of ``auto`` if ``config`` continues a run with ``none``.
+
+    Compiled blocks round elsewhere, so the run would not go on as it was.
+    """
+    if config.train.compile == AUTO and continues(config):
+        held = read_config(RunFolder(config).config).train.compile
+        return "none" if held == "none" else AUTO
+    return config.train.compile

@@ -157,6 +157,13 @@ class RunFolder:
         """Create the folder if there is none; ``ConfigError`` if that is impossible."""
         make_folder("run.dir", self.path)
 
+    def record_start(self, config: str, tokenizer: str, chat_template: str | None) -> None:
+        """Write what a start is made with: its config and tokenizer, JSON, and its template."""
+        write_atomically(self.config, config + "\n")
+        write_atomically(self.tokenizer, tokenizer)
+        if chat_template is not None:
+            write_atomically(self.chat_template, chat_template)
+
     def lock(self) -> FileLock:
         """Lock this folder until the process ends; ``ConfigError`` if another job holds it."""
         self.make()
@@ -181,13 +188,7 @@ class RunFolder:
 
         ``checkpoint.accept_changes`` names keys that may.
         """
-        try:
-            there = from_plain(json.loads(self.config.read_text()))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{self.config}, the settings of a run, cannot be read: {error}"
-            ) from None
-        changes = changed_settings(there, config).items()
+        changes = changed_settings(read_config(self.config), config).items()
         accepted = config.checkpoint.accept_changes
         return next((change for change in changes if change[0] not in accepted), None)
 
@@ -224,6 +225,18 @@ class RunFolder:
 
 def _is_run(folder: Path) -> bool:
     return (folder / "config.json").exists() or (folder / "metrics.jsonl").exists()
+
+
+def read_config(path: Path) -> Config:
+    """Read the ``config.json`` of a run; ``ConfigError`` if it is missing or unreadable."""
+    try:
+        return from_plain(json.loads(path.read_text()))
+    except FileNotFoundError:
+        folders = [run.parent.name for run in path.parent.parent.glob(f"*/{path.name}")]
+        there = f"; other runs there: {', '.join(sorted(folders)[:8])}" if folders else ""
+        raise ConfigError(f"run.dir={path.parent} contains no run ({path.name}){there}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}, the settings of a run, cannot be read: {error}") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -28,7 +28,7 @@ from train.estimate.prediction import (
     smallest_change,
 )
 from train.paths import expand
-from train.run.held_run import held_compile
+from train.run.run_config import held_compile
 from train.run.run_folder import RunFolder, write_atomically
 
 

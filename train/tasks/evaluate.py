@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,11 @@ class Evaluation:
     def units(self) -> dict[str, float]:
         """The record's entries with the loss in all units."""
         return all_units(self.nats_per_token, self.nats_per_byte)
+
+    def record(self, step: int) -> dict[str, Any]:
+        """The line of ``eval.jsonl`` after ``step`` optimiser steps."""
+        counts = {"bytes": self.n_bytes, "tokens": self.tokens}
+        return {"step": step, **self.units, **counts, **self.by_source}
 
     @property
     def by_source(self) -> dict[str, dict[str, float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from train.config import Config, ConfigError
+from train.config import Config
 from train.console import LineConsole
 from train.data.encoder import DocumentEncoder
 from train.data.tokenizer import vocabulary_size
@@ -35,11 +34,6 @@ ROW_PER_TOKEN = ("embedding.weight", "output.weight")
 
 def run(config: Config) -> NoReturn:
     """Write the folder and end the process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "mode=export under torchrun: one process writes the folder; start python "
-            "train/pretrain.py mode=export ... without torchrun"
-        )
     console = LineConsole()
     folder = RunFolder(config)
     given = config.export.checkpoint

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from train.config import Config, ConfigError, GenerateConfig
+from train.config import Config, GenerateConfig
 from train.console import LineConsole
 from train.data.encoder import DocumentEncoder
 from train.data.tokenizer import vocabulary_size
@@ -30,11 +30,6 @@ from train.tasks.load_model import load_model
 
 def run(config: Config) -> NoReturn:
     """Write ``generate.samples`` texts and end the process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "mode=generate under torchrun: one process writes text; start python "
-            "train/pretrain.py mode=generate ... without torchrun"
-        )
     log = LineConsole(stderr=True).print
     options = config.generate
     device = choose_device(config)

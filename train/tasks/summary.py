@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
 from train.config import Config
 from train.console import LineConsole
-from train.data.shards import Corpus
-from train.engine.parallel import ParallelLayout
 from train.engine.train_state import TrainState
+from train.log.json_lines import read_lines
 from train.log.plots import draw, plot_run
 from train.log.smoothing import mean, window_of
 from train.log.units import UNITS, bits, cells, loss_of
@@ -23,22 +21,20 @@ from train.tasks.evaluate import Evaluation, budget_of
 
 
 def summarise(
-    config: Config,
-    corpus: Corpus,
-    parallel: ParallelLayout,
     state: TrainState,
-    steps: Sequence[dict[str, Any]],
+    folder: RunFolder,
     full: Evaluation,
     alone: Evaluation,
     short: Evaluation | None = None,
 ) -> dict[str, Any]:
-    """The contents of ``summary.json``.
+    """The contents of ``summary.json``, after the lines of all steps are in ``folder``.
 
     In ``alone`` each token attended only to itself. ``short`` read documents in windows of
-    ``train.final_eval_len`` tokens. ``steps`` are the lines of all steps; ``train_loss`` is the
-    mean of the last ones, in nats per token.
+    ``train.final_eval_len`` tokens. ``train_loss`` is the mean of the last steps, in nats per
+    token.
     """
-    last = steps[-window_of(state.step) :]
+    config, parallel = state.config, state.engine.parallel
+    last = read_lines(folder.metrics)[-window_of(state.step) :]
     train = {
         "train_loss": mean([loss_of(line) for line in last]),
         "train_nats_per_byte": mean([line.get("nats_per_byte") for line in last]),
@@ -49,7 +45,7 @@ def summarise(
         "train_last_steps": len(last),
         "loss_self_only": alone.nats_per_token,
         "nats_per_byte_self_only": alone.nats_per_byte,
-        **measure_baselines(corpus, budget_of(config, "final_eval_bytes")),
+        **measure_baselines(state.corpus, budget_of(config, "final_eval_bytes")),
         "train_seconds": state.seconds,
         "steps": state.step,
         "skipped": state.spike_filter.skipped,

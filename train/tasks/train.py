@@ -21,7 +21,7 @@ from train.log.profiler import require_profilable
 from train.run.affinity import set_affinity
 from train.run.deterministic import make_deterministic
 from train.run.failure import FailureReport, redirect_output
-from train.run.held_run import held_compile
+from train.run.run_config import held_compile
 from train.run.run_folder import RunFolder, write_atomically
 from train.run.stopper import Stopper
 from train.sections.training import AUTO

@@ -27,7 +27,6 @@ from train.engine.time_split import time_split_on
 from train.engine.train_state import TrainState
 from train.estimate.prediction import Prediction
 from train.log.introduction import introduction
-from train.log.json_lines import read_lines
 from train.log.metrics import Recorder
 from train.log.profiler import profiled
 from train.log.progress import StepProgress
@@ -35,7 +34,7 @@ from train.log.step_lines import StepLine, StepLines
 from train.log.wandb_run import WandbRun
 from train.model.window import widest
 from train.run.failure import FailureReport
-from train.run.run_folder import RunFolder, write_atomically
+from train.run.run_folder import RunFolder
 from train.run.schedule import learning_rate
 from train.run.stopper import Run
 from train.run.update_lock import UpdateLock
@@ -99,10 +98,8 @@ class Trainer:
             self.checkpoints.remove_partial_files()
         source = restore(self.config, self.state, self.checkpoints, self.print_line)
         if self.parallel.rank == 0:
-            write_atomically(self.folder.config, config_json + "\n")
-            write_atomically(self.folder.tokenizer, self.corpus.tokenizer.to_str(pretty=True))
-            if self.corpus.chat_template is not None:
-                write_atomically(self.folder.chat_template, self.corpus.chat_template)
+            tokenizer = self.corpus.tokenizer.to_str(pretty=True)
+            self.folder.record_start(config_json, tokenizer, self.corpus.chat_template)
             wandb = None
             if self.config.log.wandb:
                 wandb = WandbRun(self.config, self.folder, self.print_line)
@@ -259,13 +256,9 @@ class Trainer:
         self._log_event(line)
 
     def _save(self) -> None:
-        """Start to save the current state; called by the trainer or, at a stop, by the stopper."""
+        """Start to save the current state."""
         self.lines.write()  # every step in a checkpoint has a line
-        with self.checkpoints.lock:
-            if not self.checkpoints.has(self.state.step):
-                self.checkpoints.begin(
-                    self.state.step, self.state.shards(), self.state.metadata(), self.updated
-                )
+        self.checkpoints.save(self.state, self.updated)
 
     def _save_at_once(self) -> str:
         """Save the state for the stopper and return a message, or raise an error."""
@@ -277,16 +270,8 @@ class Trainer:
 
     def _require_saved(self) -> None:
         """Save the current state if it is not saved yet; ``RuntimeError`` if that fails."""
-        with self.checkpoints.lock:
-            self.checkpoints.wait()
-            self._save()
-            self.checkpoints.wait()
-        if self.checkpoints.saved != self.state.step:
-            raise RuntimeError(
-                f"step {self.state.step} could not be saved, the newest checkpoint is that of step "
-                f"{self.checkpoints.saved}; fix what {self.folder.events} names and run the same "
-                f"command again"
-            )
+        self.lines.write()
+        self.checkpoints.require_saved(self.state, self.updated)
 
     def _roll_back(self) -> None:
         """After too many skipped steps, load an earlier checkpoint and continue with later data.
@@ -328,9 +313,7 @@ class Trainer:
             return
         self._record_evaluation(full)
         self.print_line("Counting the baselines ...")
-        steps = read_lines(self.folder.metrics)
-        state, parallel = self.state, self.parallel
-        summary = summarise(self.config, self.corpus, parallel, state, steps, full, alone, short)
+        summary = summarise(self.state, self.folder, full, alone, short)
         write_summary(self.folder, summary, full, alone, self.console)
 
     def _batches(self, sample: int) -> list[Batch]:
@@ -362,11 +345,5 @@ class Trainer:
 
     def _record_evaluation(self, evaluation: Evaluation) -> None:
         if self.recorder is not None:
-            record = {
-                "step": self.state.step,
-                **evaluation.units,
-                "bytes": evaluation.n_bytes,
-                "tokens": evaluation.tokens,
-                **evaluation.by_source,
-            }
+            record = evaluation.record(self.state.step)
             self.recorder.evaluation(record, evaluation.loss_by_bucket)

@@ -26,6 +26,8 @@ ABLATION = "ablation"  # against the kernel without some of its optimisations
 MERGE = "merge"  # against other epilogues of a hop
 DETERMINISTIC = "deterministic"  # with deterministic=True and without
 FP8, INT8 = "fp8", "int8"  # with 8-bit operands and without
+# The same in the backward, by precision.
+QUANTISED_BACKWARD = {"fp8-backward": FP8, "int8-backward": INT8}
 BELOW = "below"  # head dims below a kernel's own, and with columns of zeros up to it
 SINKS = "sinks"  # with a sink and without
 OWN_IMPLEMENTATIONS: dict[str, str | None] = {
@@ -34,6 +36,7 @@ OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     DETERMINISTIC: BACKWARD,
     FP8: FORWARD,
     INT8: FORWARD,
+    **dict.fromkeys(QUANTISED_BACKWARD, BACKWARD),
     BELOW: None,
     SINKS: None,
 }
@@ -190,6 +193,22 @@ def quantised(set_name: str, shrink: int) -> Iterable[Case]:
         yield replace(causal_of_equal_flops(case), set=set_name)
 
 
+def quantised_backward(set_name: str, shrink: int) -> Iterable[Case]:
+    """16k tokens, MHA and GQA; 64k of the latter."""
+    shapes = (
+        (16 * K, (32, 32), 64, CAUSAL),
+        (16 * K, (32, 8), 64, CAUSAL),
+        (16 * K, (16, 16), 128, CAUSAL),
+        (16 * K, (16, 16), 128, FULL),
+        (16 * K, (16, 4), 128, CAUSAL),
+        (64 * K, (16, 4), 128, CAUSAL),
+        (16 * K, (8, 8), 256, CAUSAL),
+    )
+    for seqlen, heads, d, window in shapes:
+        case = dense(set_name, 1, seqlen // shrink, heads, d, window)
+        yield replace(case, label=f"{case.label}, {heads[0]}:{heads[1]}")
+
+
 SETS: dict[str, Callable[[int], Iterable[Case]]] = {
     "paper": paper,
     "gqa": gqa,
@@ -203,6 +222,7 @@ SETS: dict[str, Callable[[int], Iterable[Case]]] = {
     DETERMINISTIC: deterministic,
     FP8: partial(quantised, FP8),
     INT8: partial(quantised, INT8),
+    **{name: partial(quantised_backward, name) for name in QUANTISED_BACKWARD},
     BELOW: below,
     SINKS: sinks,
 }

@@ -24,12 +24,17 @@ QKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # (n, h or hk,
 
 
 class QuantisedRingFA3:
-    """The forward of "fp8" or "int8" on operands that `prepare` quantises, once."""
+    """The forward of "fp8" or "int8" on operands that `prepare` quantises, once.
+
+    `prepare` raises UnsupportedCaseError for a backward.
+    """
 
     def __init__(self, precision: str) -> None:
         self.name, self.precision = f"{RINGFA3} {precision}", precision
 
     def prepare(self, problem: Problem) -> PreparedRun:
+        if problem.direction != FORWARD:
+            raise UnsupportedCaseError("the operands are of the forward alone")
         require_kernel(problem, self.precision)
         case = problem.case
         q, k, v = (x.flatten(0, -3) for x in problem.inputs)

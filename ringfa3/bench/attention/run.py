@@ -20,6 +20,7 @@ from ringfa3.bench.attention.cases import (
     MERGE,
     OWN_IMPLEMENTATIONS,
     PEERS,
+    QUANTISED_BACKWARD,
     SCORES,
     SINKS,
     select,
@@ -211,7 +212,7 @@ def _with_own_implementations(
     """As `_implementations`, for a set of `OWN_IMPLEMENTATIONS`."""
     smoke = device.type == "cpu"
     for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
-        if given is not None and (smoke or name in (ABLATION, MERGE, SINKS)):
+        if given is not None and (smoke or name in (ABLATION, MERGE, SINKS, *QUANTISED_BACKWARD)):
             where = " on the CPU" if smoke else ""
             raise BenchError(f"--{option} is not used by --set {name}{where}")
     if name == DETERMINISTIC:
@@ -229,6 +230,8 @@ def _with_own_implementations(
                 found.append(cudnn)
         whole = RingFA3(f"{RINGFA3} {name} with quantisation", precision=name)
         return [QuantisedRingFA3(name), whole, RingFA3(), *found], missing
+    if precision := QUANTISED_BACKWARD.get(name):
+        return [RingFA3(f"{RINGFA3} {precision}", precision=precision), RingFA3()], []
     if name == ABLATION:
         if not ablation_folder().is_dir():
             raise BenchError(

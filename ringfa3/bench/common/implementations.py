@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func
-from ringfa3.bench.common.cases import FORWARD, Case
+from ringfa3.bench.common.cases import BACKWARD, FORWARD, Case
 from ringfa3.bench.common.problem import (
     PreparedRun,
     Problem,
@@ -22,7 +22,7 @@ from ringfa3.kernels.dispatch import fallback_reason
 from ringfa3.kernels.reference import accum_dtype
 
 RINGFA3, FA3, FA4 = "RingFA3", "FA3", "FA4"
-# Errors of 8 bits, over that of O; about twice that of sigma 4.
+# Errors of 8 bits, over those of the output or of a gradient; about twice those of sigma 4.
 RMS = {"fp8": 0.2, "int8": 0.05}
 
 # A sink, in nats, that changes no bit of a result: N(0, 1) is the distribution of scores. Kernels
@@ -59,8 +59,8 @@ class RingFA3(SingleDevice):
     """RingFA3's public functions. On a GPU only where a kernel runs them, never the PyTorch
     fallback.
 
-    `precision` as theirs: "fp8" and "int8" quantise in every call, and have a forward alone. `sink`
-    is that of every head, in nats; a backward computes its gradient, too. None: no sinks.
+    `precision` as theirs: "fp8" and "int8" quantise in every call. `sink` is that of every head, in
+    nats; a backward computes its gradient, too. None: no sinks.
     """
 
     def __init__(
@@ -111,19 +111,19 @@ def name_of(library: str, deterministic: bool) -> str:
 def require_kernel(problem: Problem, precision: str = "native") -> None:
     """Raises UnsupportedCaseError for a problem on a GPU that only the PyTorch fallback can run.
 
-    In 8 bits a kernel must quantise, too; any backward in them raises.
+    In 8 bits kernels must quantise and attend before a backward, too.
     """
-    if precision in RMS and problem.direction != FORWARD:
-        raise UnsupportedCaseError("8 bits are of the forward: its backward is that of bf16")
-    q = problem.q
-    if not q.is_cuda:
+    if not problem.q.is_cuda:
         return
-    q = q.flatten(0, -3)
-    reason = fallback_reason(problem.direction, q, precision)
-    if reason is None and precision in RMS:
-        reason = fallback_reason("quantise", q)
-    if reason is not None:
-        raise UnsupportedCaseError(reason)
+    needed = [(problem.direction, precision)]
+    if precision in RMS:
+        needed = [("quantise", "native"), (FORWARD, precision)]
+        if problem.direction == BACKWARD:
+            needed.append((BACKWARD, "dequantised"))
+    q = problem.q.flatten(0, -3)
+    for direction, of in needed:
+        if (reason := fallback_reason(direction, q, of)) is not None:
+            raise UnsupportedCaseError(reason)
 
 
 def tensor(x: Any) -> torch.Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from ringfa3.bench.common.cases import DIRECTIONS
 from ringfa3.bench.common.implementations import FA3, FA4
 from ringfa3.bench.common.results import FILE, Results, Summary, summaries
+from ringfa3.bench.ring.cases import STEPS
 from ringfa3.bench.tables.markdown import table
 from ringfa3.bench.tables.provenance import command
 
@@ -33,7 +35,9 @@ def runs(files: Mapping[str, Results], base: str) -> Iterator[str]:
     rows = []
     for name, results in files.items():
         sets = ", ".join(dict.fromkeys(row.set for row in results.rows))
-        directions = ", ".join(dict.fromkeys(row.direction for row in results.rows))
+        steps = any(row.set in STEPS for row in results.rows)  # of both directions
+        found = DIRECTIONS["both"] if steps else (row.direction for row in results.rows)
+        directions = ", ".join(dict.fromkeys(found))
         link = f"[{sets}: {directions}]({base}/{name}/{FILE})"
         date = str(results.machine["date"])[:10]
         rows.append([link, gpus(results), date, f"`{command(results)}`"])

@@ -258,6 +258,7 @@ def test_the_ablation_says_where_its_kernels_are_absent(
         ("deterministic", "backward", ["RingFA3 deterministic", "RingFA3"]),
         ("below", "backward", ["RingFA3", "RingFA3 at the kernel's head dim"]),
         ("sinks", "backward", ["RingFA3 with a sink", "RingFA3"]),
+        ("int8-backward", "backward", ["RingFA3 int8", "RingFA3"]),
         ("mqa", "forward", ["RingFA3 fallback", "SDPA math", "SDPA flash"]),
         ("hops", "backward", ["RingFA3 fallback", "SDPA math", "SDPA flash"]),
     ],

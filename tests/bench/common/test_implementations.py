@@ -315,22 +315,27 @@ def test_on_a_gpu_the_fallback_never_stands_for_a_kernel(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("precision", RMS)
-@pytest.mark.parametrize("missing", ["quantise", FORWARD])
-def test_in_8_bits_both_kernels_must_exist(
+@pytest.mark.parametrize("missing", ["quantise", FORWARD, BACKWARD])
+def test_in_8_bits_all_kernels_must_exist(
     monkeypatch: pytest.MonkeyPatch, precision: str, missing: str
 ) -> None:
-    """The one that quantises, and the forward of that precision."""
+    """The one that quantises, the forward of that precision, and the backward of its operands."""
+    precisions = {"quantise": "native", FORWARD: precision, BACKWARD: "dequantised"}
 
-    def reason(direction: str, q: torch.Tensor, of: str = "native") -> str | None:
-        assert of == (precision if direction == FORWARD else "native")
+    def reason(direction: str, q: torch.Tensor, of: str) -> str | None:
+        assert of == precisions[direction]
         return f"no kernel: {direction}" if direction == missing else None
 
     monkeypatch.setattr(implementations, "fallback_reason", reason)
-    for implementation in (QuantisedRingFA3(precision), RingFA3(precision=precision)):
-        with pytest.raises(UnsupportedCaseError, match=f"no kernel: {missing}"):
-            implementation.prepare(on_gpu(FORWARD))
-        with pytest.raises(UnsupportedCaseError, match="8 bits are of the forward"):
-            implementation.prepare(make_problem(CASES[0], BACKWARD, torch.bfloat16, CPU))
+    needed = pytest.raises(UnsupportedCaseError, match=f"no kernel: {missing}")
+    with needed:
+        RingFA3(precision=precision).prepare(on_gpu(BACKWARD))
+    if missing != BACKWARD:
+        for implementation in (QuantisedRingFA3(precision), RingFA3(precision=precision)):
+            with needed:
+                implementation.prepare(on_gpu(FORWARD))
+    with pytest.raises(UnsupportedCaseError, match="of the forward alone"):
+        QuantisedRingFA3(precision).prepare(make_problem(CASES[0], BACKWARD, torch.bfloat16, CPU))
 
 
 @pytest.mark.parametrize("precision", RMS)

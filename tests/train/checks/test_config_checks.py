@@ -16,7 +16,7 @@ from ringfa3.validation import (
     TRANSPORTS,
     TRANSPORTS_OF,
 )
-from train.checks import engine, model
+from train.checks import machine, model
 from train.checks.config import check
 from train.config import ConfigError, EngineConfig
 from train.keys import get, schema
@@ -27,9 +27,9 @@ ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
 
 def test_without_deepspeed_its_engine_is_rejected_with_the_extra(config, monkeypatch):
     config.engine = EngineConfig("deepspeed", stage=3, offload="none")
-    monkeypatch.setattr(engine, "installed", lambda package: True)
+    monkeypatch.setattr(machine, "installed", lambda package: True)
     check(config, world=1)
-    monkeypatch.setattr(engine, "installed", lambda package: package != "deepspeed")
+    monkeypatch.setattr(machine, "installed", lambda package: package != "deepspeed")
     with pytest.raises(ConfigError, match=r"is not installed; pip install -e '\.\[deepspeed\]'"):
         check(config, world=1)
 

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from train.checks.config import check
-from train.checks.hardware import check_hardware
+from train.checks.machine import check_hardware
 from train.config import ConfigError, HardwareConfig, register_schema
 
 

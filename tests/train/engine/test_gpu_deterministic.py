@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.conftest import long_text
 from tests.train.jobs import Job, events, steps
+from tests.train.texts import long_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 

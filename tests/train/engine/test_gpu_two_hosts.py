@@ -13,8 +13,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.train.conftest import long_text
 from tests.train.jobs import Job, events, steps
+from tests.train.texts import long_text
 from tests.train.two_hosts import two_hosts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

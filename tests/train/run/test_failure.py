@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ringfa3.errors import RingError
 from tests.train.held_runs import hold_run
-from train.checks.offload import check_offload
+from train.checks.training import check_offload
 from train.config import MemoryConfig
 from train.run.failure import (
     FailureReport,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from train.config import Config, ConfigError
-from train.run.run_config import read_config, with_run_config
+from train.run.run_config import with_run_config
+from train.run.run_folder import read_config
 from train.sections.model import RopeConfig
 
 

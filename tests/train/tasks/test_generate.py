@@ -15,8 +15,7 @@ from train.data.encoder import DocumentEncoder
 from train.data.tokenizer import train_tokenizer
 from train.engine.parallel import join
 from train.model.transformer import LanguageModel, Transformer
-from train.run.run_config import read_config
-from train.run.run_folder import RunFolder
+from train.run.run_folder import RunFolder, read_config
 from train.tasks import generate
 from train.tasks.generate import as_text, choose, continuation, never_generated, probabilities
 from train.tasks.load_model import load_model

@@ -1,8 +1,8 @@
-"""The checks of ``engine.*``: its keys, and the package that it needs."""
+"""The checks of ``engine`` and ``hardware``."""
 
 from __future__ import annotations
 
-from train.config import ConfigError, EngineConfig
+from train.config import ConfigError, EngineConfig, HardwareConfig
 from train.extras import installed, remedy
 from train.keys import schema
 
@@ -38,3 +38,23 @@ def check_engine(engine: EngineConfig) -> None:
             "engine=deepspeed: the package deepspeed is not installed; "
             f"{remedy('deepspeed')} (or engine=fsdp2)"
         )
+
+
+def check_hardware(hardware: HardwareConfig) -> None:
+    """Raise ``ConfigError`` unless each list of ``hardware`` has a speed for each of its keys."""
+    for keys, names in (
+        ("head_dims", ("forward_tflops", "backward_tflops")),
+        ("widths", ("matmul_tflops",)),
+    ):
+        given = getattr(hardware, keys)
+        for name in names:
+            values = getattr(hardware, name)
+            if len(values) != len(given):
+                raise ConfigError(
+                    f"hardware.{name}={values} must have a speed for each of "
+                    f"hardware.{keys}={given}"
+                )
+        if given != sorted(given):
+            raise ConfigError(
+                f"hardware.{keys}={given} must rise; nearest valid: hardware.{keys}={sorted(given)}"
+            )

@@ -6,7 +6,7 @@ import pytest
 
 from tests.train.held_runs import hold_run
 from train.config import Config
-from train.run.held_run import allowed_changes, continues
+from train.run.run_config import allowed_changes, continues
 from train.run.run_folder import RunFolder
 
 KEYS = ["train.residual", "engine", "memory.offload", "data.seq_len", "parallel.cp"]
