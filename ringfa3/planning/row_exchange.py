@@ -95,7 +95,16 @@ class ExchangeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         back = ctx.exchange.transposed(ctx.rows)
-        return ExchangeRows.apply(grad.contiguous(), back, ctx.group, 0), None, None, None
+        rows = grad.contiguous()
+        return run_exchange(rows, back, ctx.group, 0), None, None, None
+
+
+def run_exchange(
+    x: torch.Tensor, exchange: RowExchange, group: dist.ProcessGroup | None, fill: float
+) -> torch.Tensor:
+    """`RowExchange.run`, differentiably."""
+    rows: torch.Tensor = ExchangeRows.apply(x, exchange, group, fill)  # type: ignore[no-untyped-call]
+    return rows
 
 
 def exchange_rows(
@@ -129,7 +138,5 @@ def exchange_rows(
     except Exception as problem:  # whatever it is, the other ranks wait
         error = problem
     require_agreement(group, settings, error)
-    rows: torch.Tensor = ExchangeRows.apply(  # type: ignore[no-untyped-call]
-        x.movedim(dim, 0).contiguous(), exchange, group, fill
-    )
-    return rows.movedim(0, dim)
+    rows = x.movedim(dim, 0).contiguous()
+    return run_exchange(rows, exchange, group, fill).movedim(0, dim)
