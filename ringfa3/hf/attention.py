@@ -9,7 +9,7 @@ import torch
 from ringfa3.attention_op import with_columns
 from ringfa3.custom_op import autocast_inputs
 from ringfa3.hf import ring_layer
-from ringfa3.hf.checks import check_arguments, check_mask, check_spans
+from ringfa3.hf.checks import check_arguments, check_mask, check_spans, uncompiled
 from ringfa3.hf.masks import Mask
 from ringfa3.hf.op import padded_attention
 from ringfa3.hf.probe import Probe
@@ -118,7 +118,7 @@ def _attend(
     return out[..., :d_v]
 
 
-_attend_uncompiled = ring_layer.uncompiled(_attend)
+_attend_uncompiled = uncompiled(_attend)
 
 
 _Documents = tuple[

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from ringfa3.hf.masks import REMEDY, Mask
 from ringfa3.masks.mask import Mask as SpanMask
 from ringfa3.tensor_cache import TensorCache
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Keywords of attention in transformers that change its result, and what they stand for.
 UNSUPPORTED = {
@@ -22,6 +24,13 @@ UNSUPPORTED = {
     "block_indices": "sparse attention by blocks",
     "sinks": "sinks that change with the query",
 }
+
+
+def uncompiled(function: Function) -> Function:
+    """Runs between a compiler's graphs: checks read values, and ranks exchange errors."""
+    reason = "ringfa3_plan: a ring breaks the graph: call torch.compile without fullgraph=True"
+    outside: Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+    return outside
 
 
 def check_arguments(dropout: float, keywords: dict[str, Any]) -> None:

@@ -7,14 +7,16 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringfa3.attention_op import out_shape
+from ringfa3.hf.checks import uncompiled
 from ringfa3.hf.documents import begins_of, documents_of
+from ringfa3.hf.gated_delta_net import let_run
 from ringfa3.hf.masks import Mask
 from ringfa3.hf.probe import FAILURES, Probe, asks_for_router_logits, check_model
 from ringfa3.masks.mask import Mask as SpanMask
@@ -23,17 +25,8 @@ from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import default_group, raise_on_all_ranks
 from ringfa3.tensor_cache import TensorCache
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 # RoPE types of transformers whose frequencies do not depend on the positions of a call.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
-
-
-def uncompiled(function: Function) -> Function:
-    """Runs between a compiler's graphs: checks read values, and ranks exchange errors."""
-    reason = "ringfa3_plan: a ring breaks the graph: call torch.compile without fullgraph=True"
-    outside: Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
-    return outside
 
 
 def group_of(plan: object) -> dist.ProcessGroup | None:
@@ -89,6 +82,7 @@ def check_call(
     try:
         named = inspect.signature(model.forward).bind_partial(*inputs).arguments
         _check_losses(model, {**named, **keywords})
+        let_run(model)
         check_model(model)
         if isinstance(plan, ContextPlan):
             _note_positions(plan, {**named, **keywords}.get("position_ids"))
