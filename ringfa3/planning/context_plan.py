@@ -99,7 +99,7 @@ class ContextPlan(TokenShards):
         self._published: dict[tuple[torch.device, int], RowIndex] = {}
         self._grids: dict[int, tuple[Plan, KVExchange]] = {}
         self._variants: dict[tuple[int, int] | Mask, ContextPlan] = {}  # windows and masks
-        self._aligned: dict[tuple[int, GroupRef | None], ContextPlan] = {}
+        self._aligned: dict[int, ContextPlan] = {}
         self._origin: ContextPlan | None = None  # the plan that made this one
         self.handle = new_handle(self)
 
@@ -131,7 +131,7 @@ class ContextPlan(TokenShards):
             return cast(ContextPlan, GraphPlan(self, group, self.window_size))
         key = weakref.ref(group)
         if key not in self._bound:
-            bound = copy.copy(self)  # the tables are shared
+            bound = copy.copy(self)  # the tables are shared, what `_register` makes is not
             bound._group = key
             self._bound = {g: p for g, p in self._bound.items() if g() is not None} | {key: bound}
         return self._bound[key]
@@ -209,10 +209,9 @@ class ContextPlan(TokenShards):
         """
         if self.mask is None and self.effective_window[0] < 0:
             return self
-        key = keys, self._group
-        if key not in self._aligned:
-            self._aligned[key] = self._remade(self.window_size, self.mask, keys)
-        return self._aligned[key]
+        if keys not in self._aligned:
+            self._aligned[keys] = self._remade(self.window_size, self.mask, keys)
+        return self._aligned[keys]
 
     def _remade(
         self, window: tuple[int, int], mask: Mask | None, alignment: int = 1
