@@ -27,7 +27,7 @@ ABLATION = "ablation"  # against the kernel without some of its optimisations
 MERGE = "merge"  # against other epilogues of a hop
 DETERMINISTIC = "deterministic"  # with deterministic=True and without
 FP8, INT8 = "fp8", "int8"  # with 8-bit operands and without
-# The same in the backward, by precision.
+# The same in the backward: the precision of each set.
 QUANTISED_BACKWARD = {"fp8-backward": FP8, "int8-backward": INT8}
 BELOW = "below"  # head dims below a kernel's own, and with columns of zeros up to it
 SINKS = "sinks"  # with a sink and without

@@ -22,7 +22,7 @@ from ringfa3.kernels.dispatch import fallback_reason
 from ringfa3.kernels.reference import accum_dtype
 
 RINGFA3, FA3, FA4 = "RingFA3", "FA3", "FA4"
-# Errors of 8 bits, over those of the output or of a gradient; about twice those of sigma 4.
+# Most rms error of 8 bits, over the rms of the output or gradient; about twice that of sigma 4.
 RMS = {"fp8": 0.2, "int8": 0.05}
 
 # A sink, in nats, that changes no bit of a result: N(0, 1) is the distribution of scores. Kernels
