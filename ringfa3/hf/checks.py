@@ -169,7 +169,8 @@ def _check_positions(mask: SpanMask, positions: torch.Tensor | None, batch: int)
     found = positions.expand(batch, -1)
 
     def equal() -> bool:
-        distance = found.flatten().cpu() - torch.tensor(mask.positions, dtype=torch.int64, device="cpu")
+        wanted = torch.tensor(mask.positions, dtype=torch.int64, device="cpu")
+        distance = found.flatten().cpu() - wanted
         return bool((distance == distance[:1]).all())
 
     if not _checked.get(positions, (mask.digest, batch), equal):
