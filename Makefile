@@ -1,5 +1,6 @@
 # make demo    train a tiny transformer with ring attention over two processes
 # make test    run the suite on CPUs
+# make soak    run the long tests of the suite
 # make deepspeed  test engine=deepspeed on the CPU
 # make check   lint code and words, type-check and test the direction of imports
 # make kernels compile the head dim 128 kernels, judge their machine code and run their PTX on the
@@ -19,7 +20,7 @@ INSTALL = $(BIN)/python -m pip install $(PIP_INDEX) "$(TORCH)" -e
 
 # Two targets at once would install into one environment at once.
 .NOTPARALLEL:
-.PHONY: demo test deepspeed check kernels clean
+.PHONY: demo test soak deepspeed check kernels clean
 
 demo: $(READY)-demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
@@ -27,6 +28,9 @@ demo: $(READY)-demo
 
 test: $(READY)-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+soak: $(READY)-test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "soak and not gpu and not kernels and not deepspeed"
 
 deepspeed: $(READY)-deepspeed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "deepspeed and not soak"

@@ -4,7 +4,7 @@
 
 The reference is the gradient of the rounded forward in float64, see `quantisation.dequantised`.
 Each line has the rms errors of dQ, dK and dV, over the rms of each. Q, K and V are e4m3 numbers
-already, so a product with them loses nothing. dP has dO in e4m3, with a scale for each row; D has
+already, so a product with them loses nothing. dP has dO in e4m3, with a scale for each row. D has
 the same dO. dQ has dS in e4m3, with a scale for each 64 rows and 128 keys. All other operands are
 bfloat16, all sums exact.
 """

@@ -27,6 +27,7 @@ from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.symbolic import current_builder
 from ringfa3.keywords import check_call, hides_positional
+from ringfa3.masks.padding import separate_padding
 from ringfa3.planning.context_plan import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.quantisation.key_tiles import KeyTiles
@@ -43,6 +44,7 @@ from ringfa3.validation import (
     check_quantisable,
     check_sink,
     check_tensors,
+    check_unpadded,
     check_window,
     is_deterministic,
     resolve_scale,
@@ -135,6 +137,10 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     precision: str = "native",
     sink: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | Sequence[int] | None = None,
+    seqused_k: torch.Tensor | Sequence[int] | None = None,
+    cu_seqlens_q_padded: torch.Tensor | Sequence[int] | None = None,
+    cu_seqlens_k_padded: torch.Tensor | Sequence[int] | None = None,
     **neutral: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention over packed sequences of any length, 0 and 1 included.
@@ -148,14 +154,22 @@ def flash_attn_varlen_func(
             `.data` change values without a version: pass a new tensor then.
         max_seqlen_q, max_seqlen_k: whole numbers, which callers of other libraries pass. Their
             values are ignored: the cumulative lengths decide.
+        seqused_q, seqused_k: (sequences,) tokens in use of each sequence, its first ones, as in
+            FlashAttention 3. The others are padding, which attends to nothing and is seen by
+            nobody; causal diagonals end at the last tokens in use. Only "native".
+        cu_seqlens_q_padded, cu_seqlens_k_padded: (sequences + 1,) cumulative lengths with padding,
+            as in TransformerEngine; then cu_seqlens_q and cu_seqlens_k are without. Not both this
+            and seqused of one side.
 
-    Other arguments, results and errors as in `flash_attn_func`; lse is (h, t).
+    Other arguments, results and errors as in `flash_attn_func`; lse is (h, t). Padded rows have the
+    results of fully masked ones.
     """
     if positional or neutral:
         check_call(flash_attn_varlen_func, positional, neutral)
     check_max_seqlen("max_seqlen_q", max_seqlen_q)  # the plan has every length
     check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    if not torch.compiler.is_compiling() and host.attend_varlen is not None:
+    padded = (seqused_q, seqused_k, cu_seqlens_q_padded, cu_seqlens_k_padded) != (None,) * 4
+    if not padded and not torch.compiler.is_compiling() and host.attend_varlen is not None:
         results: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = host.attend_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, deterministic,
             return_lse, precision, sink,
@@ -170,6 +184,12 @@ def flash_attn_varlen_func(
     q, k, v = autocast_inputs(q, k, v)
     check_qkv(q, k, v, dims=3)
     check_quantisable(precision, q, v)
+    if padded:
+        check_unpadded(precision)
+        cu_seqlens_q, cu_seqlens_k = separate_padding(
+            (cu_seqlens_q, seqused_q, cu_seqlens_q_padded),
+            (cu_seqlens_k, seqused_k, cu_seqlens_k_padded),
+        )
     cu_q, cu_k = (
         cu
         if isinstance(cu, torch.Tensor)

@@ -17,9 +17,9 @@ from ringfa3.validation import is_bool, is_number, shown
 Function = TypeVar("Function", bound=Callable[..., object])
 
 _HINT = "it changes the speed of FlashAttention and no result, so leave it out"
-_MASKS = "masks are causal, window_size and the documents of cu_seqlens"
+_MASKS = "flash_attn_mask_func takes a ringfa3.Mask: spans, trees, blocks, chunks, no function"
 _PAGES = "RingFA3 has no paged K/V cache, so gather the pages first"
-_IN_USE = "give the tokens in use alone, with their cumulative lengths"
+_IN_USE = "flash_attn_varlen_func takes it, and for plans Mask.documents"
 _DESCALE = "precision='fp8' takes q, k and v in 16 bits and scales them itself"
 _SCORES = "RingFA3 computes softmax(softmax_scale * q k^T) v and changes no score"
 

@@ -83,6 +83,15 @@ def check_quantisable(precision: str, q: torch.Tensor, v: torch.Tensor) -> None:
         )
 
 
+def check_unpadded(precision: str) -> None:
+    """Raises ValueError: a call in 8 bits with padding, which would count in means and scales."""
+    if precision != "native":
+        raise ValueError(
+            f"precision={precision!r} with seqused or padded cu_seqlens: means and scales are of "
+            "all keys, padding included: use precision='native', or pass the tokens in use alone"
+        )
+
+
 def check_ring_precision(
     precision: str, q: torch.Tensor, v: torch.Tensor, world: int, transport: str
 ) -> None:

@@ -207,8 +207,9 @@ def test_any_other_value_of_a_neutral_keyword_is_refused(name: str) -> None:
     """By name, with its value. A bool is no number, and a tensor is not read."""
     others: list[Any] = [0.1, 2, -1, float("nan"), "no", torch.zeros(4), torch.zeros(()), object()]
     others += [x for x in (True, False, None) if not any(x is y for y in NEUTRAL[name][0])]
+    calls = [x for x in FUNCTIONS if not (x is varlen and name.startswith("seqused"))]
     for value in others:
-        for call in FUNCTIONS:
+        for call in calls:
             with pytest.raises(ValueError, match=rf"^(rank 0: )?{name}=.*: allowed is .*; \w"):
                 call(**{name: value})
 

@@ -373,6 +373,7 @@ def test_kernels_do_not_depend_on_the_library(
     (tmp_path / "host").mkdir()
     for name in ("host/key.h", "params.h"):
         (tmp_path / name).write_text("1")
+    (tmp_path / f"{UNITS[0].direction}.cu").write_text('#include "params.h"\n')
     monkeypatch.setattr(build, "source_folder", lambda: tmp_path)
     stem = build.library_stem(UNITS[0])
     (tmp_path / "host" / "key.h").write_text("2")

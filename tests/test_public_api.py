@@ -75,6 +75,15 @@ def shard(self, x, dim=0): ...
 def unshard(self, x_local, dim=0): ...
 
 
+def to_contiguous(self, x, dim=0): ...
+
+
+def shift(self, x, n, dim=0, fill=0): ...
+
+
+def halo(self, x, n, dim=0): ...
+
+
 def with_mask(self, mask): ...
 
 
@@ -119,6 +128,10 @@ SIGNATURES: list[tuple[Callable[..., object], Callable[..., object]]] = [
     (ringfa3.ContextPlan.shard, shard),
     (ringfa3.ContextPlan.shard_keys, shard),
     (ringfa3.ContextPlan.unshard, unshard),
+    (ringfa3.ContextPlan.to_contiguous, to_contiguous),
+    (ringfa3.ContextPlan.from_contiguous, to_contiguous),
+    (ringfa3.ContextPlan.shift, shift),
+    (ringfa3.ContextPlan.halo, halo),
     (ringfa3.ContextPlan.with_mask, with_mask),
     (ringfa3.Mask.__init__, make_mask),
     (ringfa3.Mask.documents, documents),

@@ -56,32 +56,37 @@ def log_line(line: str) -> None:
     print(f"ringfa3: {line}", file=sys.stderr, flush=True)
 
 
-def make_once(
-    task: str, name: str, find: Callable[[], Path | None], fill: Callable[[Path], None]
-) -> Path:
-    """The result of `find`, after making the entry `name` if `find` gave None.
+class Making(NamedTuple):
+    """An entry in the making, while its lock is held."""
 
-    One of the processes that share the task's lock makes the entry. The others log that they wait,
-    and fail if it fails. `fill` gets an empty folder; the folder's parent is for temporary
-    files.
+    folder: Path  # empty; the maker fills it. The folder's parent is for temporary files
+    publish: Callable[[], Path]  # makes it an entry; the result of `find`
+    fail: Callable[[BuildError], None]  # lets the processes that wait for it fail too
 
-    Raises whatever `fill` raises, and OSError for a full or read-only disk.
+
+@contextmanager
+def making(task: str, name: str, find: Callable[[], Path | None]) -> Iterator[Making | Path]:
+    """The entry `name` to be made, or the result of `find`.
+
+    One of the processes that share the task's lock makes the entry. The others log that they wait.
+
+    Raises BuildError: that of the maker for which this process has waited.
     """
     folder = cache_folder()
     failure = folder / f"{task}.failed"
     began = time.time()
     with _entry_lock(folder, task, find) as locked:
-        if made := find():
-            return made
+        if found := find():
+            yield found
+            return
         if failure.is_file() and failure.stat().st_mtime > began:  # while we waited
             failed, _, message = failure.read_text().partition("\n")
             if failed == name:
                 raise BuildError(message)
         _sweep(folder, task if locked else None)
         work = Path(tempfile.mkdtemp(dir=folder, prefix=_Work.prefix(task)))
-        try:
-            (work / "entry").mkdir()
-            fill(work / "entry")
+
+        def publish() -> Path:
             try:
                 os.rename(work / "entry", folder / name)
             except OSError:
@@ -89,17 +94,38 @@ def make_once(
                     return made
                 # the entry of that name is damaged, or NFS does not show it yet
                 os.rename(work / "entry", folder / f"{name}.{work.name.rpartition('@')[2]}")
-            made = find()
-            if made is None:
+            if (made := find()) is None:
                 raise BuildError(f"the sources changed while {name} was made: build it again")
             failure.unlink(missing_ok=True)
             return made
-        except BuildError as error:
+
+        def fail(error: BuildError) -> None:
             with suppress(OSError):  # of a full disk
                 failure.write_text(f"{name}\n{error}")
-            raise
+
+        try:
+            (work / "entry").mkdir()
+            yield Making(work / "entry", publish, fail)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+
+
+def make_once(
+    task: str, name: str, find: Callable[[], Path | None], fill: Callable[[Path], None]
+) -> Path:
+    """The result of `find`, after making the entry `name` by `fill(folder)` if it gave None.
+
+    Raises as `making`, whatever `fill` raises, and OSError for a full or read-only disk.
+    """
+    with making(task, name, find) as made:
+        if isinstance(made, Path):
+            return made
+        try:
+            fill(made.folder)
+            return made.publish()
+        except BuildError as error:
+            made.fail(error)
+            raise
 
 
 class _Work(NamedTuple):

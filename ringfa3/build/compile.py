@@ -5,18 +5,19 @@ The name of an entry holds the hashes of architecture, sources and flags, and of
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
-import subprocess
-import threading
+import re
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 
-from ringfa3.build.cache import NOTICE, cache_folder, log_line, make_once
+from ringfa3.build.cache import Making, cache_folder, log_line, making
 from ringfa3.build.cutlass import include_folder
+from ringfa3.build.ninja import Edge, run_edges
 from ringfa3.build.sass import disassemble, ptxas_faults, sass_faults
 from ringfa3.build.toolchain import find_compiler
 from ringfa3.build.units import Unit
@@ -66,22 +67,41 @@ def unit_folder(unit: Unit) -> Path:
     return ablation_folder()
 
 
+def included(unit: Unit) -> dict[str, Path]:
+    """The sources of a unit by their names: the file that it compiles, and what that includes.
+
+    They are read from the text: in `#include "name"` the name is that of a file beside the one
+    that includes it, or in `source_folder`. `_finish` compares them with what the compiler read.
+
+    Raises BuildError: as `unit_folder`.
+    """
+    folder, root = unit_folder(unit), source_folder()
+    found: dict[str, Path] = {}
+    left = [folder / f"{unit.direction}.cu"]
+    while left:
+        path = left.pop()
+        home = root if path.is_relative_to(root) else folder
+        name = path.relative_to(home).as_posix()
+        if name in found:
+            continue
+        found[name] = path
+        for other in re.findall(r'^[ \t]*#[ \t]*include[ \t]*"(.+?)"', path.read_text(), re.M):
+            beside = (path.parent / other, root / other)
+            left += [Path(os.path.normpath(p)) for p in beside if p.is_file()][:1]
+    return found
+
+
 def library_stem(unit: Unit) -> str:
     """The first part of a library's entry name: the unit's name, and a hash.
 
-    The hash is of the host's architecture, flags and sources.
-
-    Sources count with their bytes and their paths, in folders at any depth. Those of the host
-    library, which kernels do not include, do not count.
+    The hash is of the host's architecture, the flags, and the names and bytes of `included`: a
+    changed header makes other libraries of the units that include it, and of no other.
 
     Raises BuildError: as `unit_folder`.
     """
     source = hashlib.sha256(repr((unit, FLAGS, platform.machine())).encode())
-    for folder in dict.fromkeys((source_folder(), unit_folder(unit))):
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            name = path.relative_to(folder).as_posix()
-            if not name.startswith("host/"):
-                source.update(name.encode() + path.read_bytes())
+    for name, path in sorted(included(unit).items()):
+        source.update(name.encode() + path.read_bytes())
     return f"{unit.name}-{source.hexdigest()[:16]}"
 
 
@@ -100,20 +120,51 @@ def ensure_library(unit: Unit) -> Path:
     """
     if found := find_library(unit):
         return found
+    _make([unit], 1)
+    found = find_library(unit)
+    assert found is not None  # `_make` raises otherwise
+    return found
+
+
+def _make(units: Sequence[Unit], at_once: int) -> None:
+    """Compiles units, except those that another process makes meanwhile.
+
+    Two processes take the locks of their units in the order of UNITS, so neither waits for a lock
+    of the other while that waits for one of its own.
+    """
     nvcc, version = find_compiler()
     include = include_folder()
     tools = hashlib.sha256(version.encode() + (include / "cutlass" / "version.h").read_bytes())
-    return make_once(
-        unit.name,
-        f"{library_stem(unit)}-{tools.hexdigest()[:8]}",
-        lambda: find_library(unit),
-        lambda entry: _compile(unit, nvcc, include, entry),
-    )
+    edges: dict[str, tuple[Unit, Making]] = {}
+    with ExitStack() as locks:
+        compiles = []
+        for unit in units:
+            name = f"{library_stem(unit)}-{tools.hexdigest()[:8]}"
+            find = functools.partial(find_library, unit)
+            made = locks.enter_context(making(unit.name, name, find))
+            if isinstance(made, Path):
+                continue
+            edges[unit.name] = unit, made
+            compiles.append(_edge(unit, nvcc, include, made.folder))
+            if len(units) == 1:
+                log_line(f"compiling {unit.name}, about {COMPILE_SECONDS} s")
+
+        def finish(edge: Edge) -> None:
+            unit, made = edges[edge.name]
+            try:
+                _finish(unit, edge)
+                made.publish()
+            except BuildError as error:
+                made.fail(error)
+                raise
+            log_line(f"compiled {unit.name} in {edge.seconds:.0f} s")
+
+        if compiles:
+            run_edges(compiles, at_once, finish)
 
 
-def _compile(unit: Unit, nvcc: Path, include: Path, entry: Path) -> None:
-    log_line(f"compiling {unit.name}, about {COMPILE_SECONDS} s")
-    began = time.monotonic()
+def _edge(unit: Unit, nvcc: Path, include: Path, entry: Path) -> Edge:
+    library, source = entry / "kernel.so", unit_folder(unit) / f"{unit.direction}.cu"
     command: list[str | Path] = [
         nvcc,
         *FLAGS,
@@ -121,29 +172,26 @@ def _compile(unit: Unit, nvcc: Path, include: Path, entry: Path) -> None:
         f"-I{source_folder()}",
         f"-I{include}",
         f"-L{nvcc.parent.parent / 'lib'}",
+        *("-MMD", "-MF", f"{library}.d"),
         "-o",
-        entry / "kernel.so",
-        unit_folder(unit) / f"{unit.direction}.cu",
+        library,
+        source,
     ]
-    errors = run_compiler("nvcc", command, unit.name, entry / "kernel.so")
-    (entry / "ptxas.txt").write_text(errors)
-    log_line(f"compiled {unit.name} in {time.monotonic() - began:.0f} s")
+    return Edge(unit.name, command, source, library, entry.parent)
 
 
-def run_compiler(name: str, command: Sequence[str | Path], what: str, library: Path) -> str:
-    """Compiles `what` to `library` by a compiler of that name; what it wrote to stderr.
-
-    Raises BuildError: the compiler's own error.
-    """
-    # a killed nvcc leaves its temporary files: in a folder that the next build removes
-    environment = {**os.environ, "TMPDIR": str(library.parent.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
-        raise BuildError(f"{what} does not compile, {name} exited with {done.returncode}:\n{last}")
-    with library.open("rb") as file:
-        os.fsync(file)  # before the rename: a crash leaves no truncated library
-    return done.stderr
+def _finish(unit: Unit, edge: Edge) -> None:
+    """Raises BuildError: the compile failed, or read a source that the entry's name ignores."""
+    (edge.library.parent / "ptxas.txt").write_text(edge.errors())
+    known = {path.resolve() for path in included(unit).values()}
+    for path in edge.dependencies:
+        path = path.resolve()
+        ours = any(path.is_relative_to(f.resolve()) for f in (source_folder(), unit_folder(unit)))
+        if ours and path not in known:
+            raise BuildError(
+                f"{unit.name} includes {path} in a way that its name does not cover: write "
+                '#include "NAME" with a name below csrc'
+            )
 
 
 def default_jobs() -> int:
@@ -183,37 +231,10 @@ def build_all(units: Sequence[Unit], at_once: int) -> None:
     began = time.monotonic()
     missing = [unit for unit in units if find_library(unit) is None]
     if missing:
-        find_compiler()
-        include_folder()
         log_line(
             f"{len(missing)} of {len(units)} units to compile, {min(at_once, len(missing))} at once"
         )
-    stopped = threading.Event()  # before the failed unit's thread takes another
-
-    def build(unit: Unit) -> None:
-        try:
-            if not stopped.is_set():
-                ensure_library(unit)
-        except BaseException:
-            stopped.set()
-            raise
-
-    pool = ThreadPoolExecutor(at_once)
-    try:
-        left = {pool.submit(build, unit) for unit in missing}
-        while left:
-            done, left = wait(left, NOTICE, FIRST_COMPLETED)
-            for unit in done:
-                unit.result()
-            if not done:
-                ready, seconds = len(missing) - len(left), time.monotonic() - began
-                log_line(f"{ready} of {len(missing)} compiled, {seconds:.0f} s so far")
-    except KeyboardInterrupt:
-        stopped.set()
-        log_line("interrupted: waiting for the running compilers, starting no more")
-        raise
-    finally:
-        pool.shutdown()
+        _make(missing, at_once)
     print(
         f"{len(units)} units in {cache_folder()}: {len(missing)} compiled in "
         f"{time.monotonic() - began:.0f} s, {len(units) - len(missing)} were in the cache"

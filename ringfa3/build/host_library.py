@@ -10,11 +10,11 @@ import hashlib
 import platform
 import subprocess
 import sysconfig
-import time
 from pathlib import Path
 
 from ringfa3.build.cache import cache_folder, log_line, make_once
-from ringfa3.build.compile import run_compiler, source_folder
+from ringfa3.build.compile import source_folder
+from ringfa3.build.ninja import Edge, run_edges
 from ringfa3.build.toolchain import find_host_compiler
 from ringfa3.errors import BuildError
 
@@ -79,7 +79,7 @@ def _compile(compiler: str, headers: Path, entry: Path) -> None:
     log_line(
         f"compiling the C++ launcher for PyTorch {torch.__version__}, about {COMPILE_SECONDS} s"
     )
-    began = time.monotonic()
+    library = entry / f"{MODULE}.so"
     root = Path(torch.__file__).parent
     folders = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include", headers)
     options = (*FLAGS, f"-I{source_folder()}", *(f"-isystem{folder}" for folder in folders))
@@ -89,9 +89,15 @@ def _compile(compiler: str, headers: Path, entry: Path) -> None:
         "-shared",
         host_folder() / "module.cpp",
         f"-L{root / 'lib'}",
-        *(f"-l{library}" for library in LIBRARIES),
+        *(f"-l{name}" for name in LIBRARIES),
+        *("-MMD", "-MF", f"{library}.d"),
         "-o",
-        entry / f"{MODULE}.so",
+        library,
     ]
-    run_compiler(str(compiler), command, "the C++ launcher", entry / f"{MODULE}.so")
-    log_line(f"compiled the C++ launcher in {time.monotonic() - began:.0f} s")
+    edge = Edge("the C++ launcher", command, host_folder() / "module.cpp", library, entry.parent)
+
+    def finish(edge: Edge) -> None:
+        edge.errors()
+        log_line(f"compiled the C++ launcher in {edge.seconds:.0f} s")
+
+    run_edges([edge], 1, finish)

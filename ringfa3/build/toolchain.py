@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -88,3 +89,11 @@ def find_host_compiler() -> str:
             "or set NVCC_CCBIN to another"
         )
     return named
+
+
+def find_ninja() -> Path:
+    """ninja of PATH, else of this environment. Raises BuildError: neither has one."""
+    folders = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+    if (found := shutil.which("ninja", path=folders)) is None:
+        raise BuildError("ninja not found: pip install 'ringfa3[build]', or pip install ninja")
+    return Path(found)

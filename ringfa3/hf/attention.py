@@ -9,7 +9,7 @@ import torch
 from ringfa3.attention_op import with_columns
 from ringfa3.custom_op import autocast_inputs
 from ringfa3.hf import ring_layer
-from ringfa3.hf.checks import check_arguments, check_mask
+from ringfa3.hf.checks import check_arguments, check_mask, check_spans, uncompiled
 from ringfa3.hf.masks import Mask
 from ringfa3.hf.op import padded_attention
 from ringfa3.hf.probe import Probe
@@ -47,6 +47,8 @@ def attention_forward(
         s_aux: (h,) attention sinks, a logit a head that takes part in the softmax.
         keywords: position_ids, or cu_seq_lens_q and cu_seq_lens_k, give packed documents.
             ringfa3_plan, a ContextPlan: the tokens are those of this rank of the plan's group.
+            ringfa3_mask, a ringfa3.Mask of all tokens, or a dict of them by layer type, replaces
+            the model's mask; default that of the plan.
 
     Returns:
         (out (b, s, h, d_v), None).
@@ -59,7 +61,8 @@ def attention_forward(
     plan = keywords.get("ringfa3_plan")
     if isinstance(plan, Probe):
         return plan.attend(module, query, key, value), None
-    attend = _attend if plan is None else _attend_uncompiled
+    eager = plan is not None or keywords.get("ringfa3_mask") is not None
+    attend = _attend_uncompiled if eager else _attend
     settings = dropout, scaling, sliding_window, is_causal, s_aux, keywords
     return attend(module, query, key, value, attention_mask, *settings), None
 
@@ -79,11 +82,18 @@ def _attend(
 ) -> torch.Tensor:
     """out of `attention_forward`."""
     plan = keywords.get("ringfa3_plan")
+    given = keywords.get("ringfa3_mask")
+    given = getattr(plan, "mask", None) if given is None else given
+    mask, spans = Mask(), None
     try:
         check_arguments(dropout, keywords)
-        mask = check_mask(module, attention_mask, sliding_window, is_causal, query, key)
+        if given is None:
+            mask = check_mask(module, attention_mask, sliding_window, is_causal, query, key)
+        else:
+            tensors = attention_mask, query, key
+            spans = check_spans(module, given, *tensors, keywords, plan is not None)
         if plan is not None:
-            ring_layer.check_context(module, plan, mask, keywords, query)
+            plan = ring_layer.check_context(module, plan, mask, spans, keywords, query, key)
     except (TypeError, ValueError) as problem:
         raise_on_all_ranks(ring_layer.group_of(plan), problem)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -96,6 +106,8 @@ def _attend(
         v = with_columns(v, d)
     sink = None if s_aux is None else s_aux.to(accum_dtype(q.dtype))
     settings = scale, mask.left, mask.right, False  # the backward asks for PyTorch's mode
+    if spans is not None:
+        return ring_layer.attend_spans(plan, q, k, v, sink, scale, spans)[..., :d_v]
     if plan is None:
         check_qkv(q, k, v, dims=4)
         check_batch(q, k)
@@ -106,7 +118,7 @@ def _attend(
     return out[..., :d_v]
 
 
-_attend_uncompiled = ring_layer.uncompiled(_attend)
+_attend_uncompiled = uncompiled(_attend)
 
 
 _Documents = tuple[

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ringfa3.hf.checks import uncompiled
 from ringfa3.hf.documents import documents_of
-from ringfa3.hf.ring_layer import uncompiled
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup

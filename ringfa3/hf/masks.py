@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -45,6 +45,13 @@ class Mask:
     documents: torch.Tensor | None = None
     unread: bool = False
     problem: ValueError | None = None
+
+    # transformers reads these of a prepared mask, which it gives to `mask_function` again.
+    ndim: ClassVar[int] = 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return 1, 1, 1, self.keys
 
     def __getattr__(self, name: str) -> Any:
         raise self._access_error(f".{name}")
@@ -102,13 +109,19 @@ class _Allowed(NamedTuple):
 
 
 def mask_function(**arguments: Any) -> Mask:
-    """`read_mask`, or a mask with the error that it raises, for attention to raise."""
+    """`read_mask`, or a mask with the error that it raises, for attention to raise.
+
+    A mask that was made before, as PaliGemma's is, stays.
+    """
+    prepared = arguments.get("attention_mask")
+    if isinstance(prepared, Mask):
+        return prepared
     try:
         return read_mask(**arguments)
     except ValueError as problem:
         if torch.compiler.is_compiling():
             raise
-        return Mask(problem=problem)
+        return Mask(keys=arguments["kv_length"], padding=prepared, problem=problem)
 
 
 def read_mask(
@@ -192,8 +205,8 @@ def _from_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> tu
         raise _unknown(name)
     if window is not None and getattr(config, "attention_chunk_size", None) is not None:
         raise ValueError(
-            f"attention_chunk_size={config.attention_chunk_size}: RingFA3 has no chunked "  # type: ignore[union-attr]
-            f"attention; {REMEDY}"
+            f"attention_chunk_size={config.attention_chunk_size}: do not compile, and pass "  # type: ignore[union-attr]
+            f"ringfa3_mask={{...: Mask.documents(cu, chunk=...)}}, or {REMEDY}"
         )
     return _Allowed(-1 if window is None else window - 1, 0), not causal
 
@@ -237,8 +250,8 @@ def _from_closures(function: Callable[..., Any]) -> _Allowed:
 
 def _unknown(name: str) -> ValueError:
     return ValueError(
-        f"mask_function={name}: RingFA3 computes causal, sliding-window, packed and padding masks; "
-        f"{REMEDY}"
+        f"mask_function={name}: RingFA3 reads causal, sliding-window, packed and padding masks: "
+        f"pass ringfa3_mask=ringfa3.Mask(...), or {REMEDY}"
     )
 
 

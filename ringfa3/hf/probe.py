@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from ringfa3.planning.context_plan import plan_context
+
 TOKENS = 13
 POISONED = 6
 TOKEN = 3  # an id that is seldom one of padding or of an image
@@ -32,9 +34,14 @@ _passed: WeakKeyDictionary[torch.nn.Module, _State] = WeakKeyDictionary()
 
 
 class Probe:
-    """In place of a plan: the attention of a forward that looks for layers that mix tokens."""
+    """In place of a plan: the attention of a forward that looks for layers that mix tokens.
+
+    To layers that exchange tokens by their plan it is one of documents of one token: what such a
+    layer computes of a token must not depend on other documents.
+    """
 
     def __init__(self, constant: bool) -> None:
+        self._plan = plan_context(range(TOKENS + 1), (0, 1))
         self.constant = constant  # all tokens have one id and one position
         self.problem: str | None = None  # the first one
 
@@ -46,6 +53,9 @@ class Probe:
             self.report(f"{type(module).__name__} gets tokens that depend on {UNEQUAL}")
         own = v[:, :, -q.shape[2] :].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         return own.transpose(1, 2).contiguous()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_plan"], name)
 
     def report(self, problem: str) -> None:
         self.problem = self.problem or problem

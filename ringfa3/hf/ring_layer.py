@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringfa3.attention_op import out_shape
+from ringfa3.hf.checks import uncompiled
 from ringfa3.hf.documents import begins_of, documents_of
+from ringfa3.hf.gated_delta_net import let_run
 from ringfa3.hf.masks import Mask
 from ringfa3.hf.probe import FAILURES, Probe, asks_for_router_logits, check_model
-from ringfa3.planning.context_plan import ContextPlan, check_plan, effective_window
+from ringfa3.masks.mask import Mask as SpanMask
+from ringfa3.planning.context_plan import ContextPlan, check_plan, effective_window, plan_context
 from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import default_group, raise_on_all_ranks
 from ringfa3.tensor_cache import TensorCache
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 # RoPE types of transformers whose frequencies do not depend on the positions of a call.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
-
-
-def uncompiled(function: Function) -> Function:
-    """Runs between a compiler's graphs: checks read values, and ranks exchange errors."""
-    reason = "ringfa3_plan: a ring breaks the graph: call torch.compile without fullgraph=True"
-    outside: Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
-    return outside
 
 
 def group_of(plan: object) -> dist.ProcessGroup | None:
@@ -86,7 +82,10 @@ def check_call(
     try:
         named = inspect.signature(model.forward).bind_partial(*inputs).arguments
         _check_losses(model, {**named, **keywords})
+        let_run(model)
         check_model(model)
+        if isinstance(plan, ContextPlan):
+            _note_positions(plan, {**named, **keywords}.get("position_ids"))
     except (ValueError, *FAILURES) as problem:
         raise_on_all_ranks(group_of(plan), problem)
 
@@ -124,24 +123,26 @@ def check_context(
     module: torch.nn.Module,
     plan: object,
     mask: Mask,
+    spans: SpanMask | None,
     keywords: dict[str, Any],
     query: torch.Tensor,
-) -> None:
-    """Raises TypeError, ValueError: what a layer is given does not fit its plan or the ring.
+    key: torch.Tensor,
+) -> ContextPlan:
+    """The plan of a layer, with its mask `spans`, if it has one.
 
-    query: (b, h, s, d).
+    Raises TypeError, ValueError: what a layer is given does not fit its plan or the ring.
+
+    query: (b, h, s, d); key: (b, h_kv, s_k, d).
     """
     check_plan(plan)
     assert isinstance(plan, ContextPlan)
-    if plan.mask is not None:
-        raise ValueError(
-            f"ringfa3_plan has {plan.mask!r}: models of transformers make their own masks: give "
-            "plan_context the documents, or call ring_attn_func with this plan"
-        )
+    whole = plan  # as the model was called with it
+    if spans is not None:
+        plan = plan.with_mask(spans)
     batch, tokens = query.shape[0], query.shape[2]
-    if mask.keys != tokens:
+    if key.shape[2] != tokens:
         raise ValueError(
-            f"past_key_values holds {mask.keys - tokens} tokens: a ring has no KV cache: pass "
+            f"past_key_values holds {key.shape[2] - tokens} tokens: a ring has no KV cache: pass "
             "use_cache=False and whole documents"
         )
     if batch * tokens != plan.local_tokens:
@@ -161,15 +162,35 @@ def check_context(
             raise ValueError(
                 f"{name} with ringfa3_plan: the plan has the documents: leave {name} out"
             )
-    if plan.causal and mask.right != 0:
+    if spans is None and plan.causal and mask.right != 0:
         raise ValueError(
             f"ringfa3_plan is causal, the model's mask has window ({mask.left}, {mask.right}): "
             "make the plan with causal=False"
         )
     _check_rope(module)
-    _check_positions(plan, keywords.get("position_ids"))
+    positions = keywords.get("position_ids")
+    if positions is not None or whole not in _given_positions:
+        _check_positions(plan, positions)
     if mask.documents is not None:
         _check_documents(plan, mask.documents, batch)
+    return plan
+
+
+def attend_spans(
+    plan: ContextPlan | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    scale: float,
+    spans: SpanMask,
+) -> torch.Tensor:
+    """out (b, s, h, d_v) under a mask of all rows; without a plan on one device."""
+    plan = plan_context(spans, (0, 1)) if plan is None else plan
+    packed = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    out = ring_attn_func(*packed, plan, softmax_scale=scale, sink=sink)
+    assert isinstance(out, torch.Tensor)
+    return out.view(out_shape(q, v))
 
 
 def attend(
@@ -207,6 +228,9 @@ def _check_rope(module: torch.nn.Module) -> None:
 
 
 _checked: TensorCache[None] = TensorCache()  # position_ids and documents that are a plan's
+# Plans whose positions the last call of a model had. `check_model` has shown that the tokens of
+# the model depend on these alone, so layers that do not get them, as Llama 4's, have them too.
+_given_positions: weakref.WeakSet[ContextPlan] = weakref.WeakSet()
 
 
 def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
@@ -227,6 +251,15 @@ def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
             )
 
     _checked.get(positions, plan.handle, compare)
+
+
+def _note_positions(plan: ContextPlan, positions: object) -> None:
+    """Whether this call has the plan's positions. A layer raises what is wrong with others."""
+    _given_positions.discard(plan)
+    if isinstance(positions, torch.Tensor):
+        with contextlib.suppress(ValueError):
+            _check_positions(plan, positions)
+            _given_positions.add(plan)
 
 
 def _check_documents(plan: ContextPlan, labels: torch.Tensor, batch: int) -> None:

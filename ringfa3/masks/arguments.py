@@ -33,6 +33,21 @@ def document_lengths(name: str, cu: Any) -> Ints:
     return np.array(sequence_lengths(name, found), np.int64)
 
 
+def tokens_in_use(name: str, used: Any, lengths: Ints) -> Ints:
+    """(documents,) of `lengths` tokens, all of them for None."""
+    if used is None:
+        return lengths
+    found = integers(name, used, (len(lengths),))
+    wrong = np.flatnonzero((found < 0) | (found > lengths))
+    if len(wrong):
+        i = int(wrong[0])
+        raise ValueError(
+            f"{name}: document {i} uses {found[i]} of {lengths[i]} tokens: give at least 0, at "
+            "most all"
+        )
+    return found
+
+
 def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> Ints:
     """An int64 copy. Raises TypeError: values are no whole numbers; ValueError: another shape."""
     try:
@@ -86,6 +101,28 @@ def read_only(positions: Ints | None, tokens: int) -> Ints:
     found = np.arange(tokens) if positions is None else positions
     found.setflags(write=False)
     return found
+
+
+def checked_blocks(
+    rows: npt.ArrayLike, columns: npt.ArrayLike, size: int, q_tokens: int, k_tokens: int
+) -> tuple[Ints, Ints]:
+    """Numbers of blocks. Raises ValueError: one is outside the tokens, or there twice."""
+    if whole_number("size", size) < 1:
+        raise ValueError(f"size={size}: it must be at least 1")
+    row, column = integers("rows", rows, (-1,)), integers("columns", columns, (-1,))
+    if len(row) != len(column):
+        raise ValueError(f"rows has {len(row)} blocks, columns has {len(column)}")
+    for name, x, tokens in (("rows", row, q_tokens), ("columns", column, k_tokens)):
+        if len(x) and not 0 <= x.min() <= x.max() < -(-tokens // size):
+            raise ValueError(
+                f"{name} has blocks {x.min()} to {x.max()}; {tokens} tokens have blocks 0 to "
+                f"{-(-tokens // size) - 1} of {size}"
+            )
+    both, count = np.unique(np.stack((row, column)), axis=1, return_counts=True)
+    if len(count) and count.max() > 1:
+        twice = both[:, count.argmax()].tolist()
+        raise ValueError(f"block (row, column) = {tuple(twice)} is there twice: give it once")
+    return row, column
 
 
 def checked_runs(begins: npt.ArrayLike, ends: npt.ArrayLike, tokens: int) -> tuple[Ints, Ints]:

@@ -55,6 +55,8 @@ def windows_of(window_size: object, documents: int) -> tuple[Ints, Ints]:
 
 
 def document_spans(
+    q0: Ints,
+    k0: Ints,
     q_lengths: Ints,
     k_lengths: Ints,
     causal: bool,
@@ -62,13 +64,12 @@ def document_spans(
     first_keys: object,
     chunk: object,
 ) -> Ints:
-    """Arguments as in `Mask.documents`, with lengths instead of cumulative ones."""
+    """Arguments as in `Mask.documents`, with first tokens and lengths of documents."""
     count = len(q_lengths)
     causal = check_bool("causal", causal)
     left, right = windows_of(window_size, count)
     always = per_document("first_keys", first_keys, count, 0)
     size = per_document("chunk", chunk, count, 1)
-    q0, k0 = (np.cumsum(x) - x for x in (q_lengths, k_lengths))
     shift = k0 - q0 + k_lengths - q_lengths  # the diagonal of a row's own position
     lo = np.where(left < 0, -UNLIMITED, shift - np.minimum(left, UNLIMITED))
     hi = np.where(right < 0, UNLIMITED, shift + np.minimum(right, UNLIMITED))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringfa3.masks.arguments import (
+    checked_blocks,
     checked_positions,
     checked_runs,
     checked_spans,
@@ -18,6 +19,7 @@ from ringfa3.masks.arguments import (
     integers,
     read_only,
     token_counts,
+    tokens_in_use,
 )
 from ringfa3.masks.constructors import (
     block_spans,
@@ -41,7 +43,7 @@ from ringfa3.masks.spans import (
     subtract,
     tight,
 )
-from ringfa3.validation import shown, whole_number
+from ringfa3.validation import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,6 +133,8 @@ class Mask:
         window_size: Any = (-1, -1),
         first_keys: Any = 0,
         chunk: Any = None,
+        seqused_q: Any = None,
+        seqused_k: Any = None,
     ) -> Mask:
         """Packed documents; query document i attends to key document i.
 
@@ -144,6 +148,9 @@ class Mask:
                 the window and the chunk, unless `causal` hides them; or one number a document.
             chunk: attend only to keys of the same run of so many positions; None for no chunks;
                 or one number a document.
+            seqused_q, seqused_k: (documents,) queries and keys in use, the first ones of each
+                document; the others are padding, in no pair. Alone seqused_q is for both, in
+                self-attention.
 
         Raises ValueError, TypeError: an argument is wrong; the message names it.
         """
@@ -154,7 +161,14 @@ class Mask:
                 f"cu has {len(lengths)} documents, cu_k has {len(keys)}: they must be equal"
             )
         sizes = token_counts(int(lengths.sum()), int(keys.sum()))
-        spans = document_spans(lengths, keys, causal, window_size, first_keys, chunk)
+        if seqused_k is None and cu_k is None:
+            seqused_k = seqused_q
+        used = (
+            tokens_in_use("seqused_q", seqused_q, lengths),
+            tokens_in_use("seqused_k", seqused_k, keys),
+        )
+        begin = np.cumsum(lengths) - lengths, np.cumsum(keys) - keys
+        spans = document_spans(*begin, *used, causal, window_size, first_keys, chunk)
         return cls._of(spans, *sizes, ranges(lengths), None if cu_k is None else ranges(keys))
 
     @classmethod
@@ -197,25 +211,9 @@ class Mask:
 
         Raises ValueError, TypeError: a block is outside the tokens, or there twice.
         """
-        k = q_tokens if k_tokens is None else k_tokens
-        token_counts(q_tokens, k)
-        size = whole_number("size", size)
-        if size < 1:
-            raise ValueError(f"size={size}: it must be at least 1")
-        at = [integers(name, x, (-1,)) for name, x in (("rows", rows), ("columns", columns))]
-        if len(at[0]) != len(at[1]):
-            raise ValueError(f"rows has {len(at[0])} blocks, columns has {len(at[1])}")
-        for name, x, tokens in (("rows", at[0], q_tokens), ("columns", at[1], k)):
-            if len(x) and not 0 <= x.min() <= x.max() < -(-tokens // size):
-                raise ValueError(
-                    f"{name} has blocks {x.min()} to {x.max()}; {tokens} tokens have blocks 0 to "
-                    f"{-(-tokens // size) - 1} of {size}"
-                )
-        both, count = np.unique(np.stack(at), axis=1, return_counts=True)
-        if len(count) and count.max() > 1:
-            twice = both[:, count.argmax()].tolist()
-            raise ValueError(f"block (row, column) = {tuple(twice)} is there twice: give it once")
-        return cls._of(block_spans(at[0], at[1], size, q_tokens, k), q_tokens, k)
+        sizes = token_counts(q_tokens, q_tokens if k_tokens is None else k_tokens)
+        at = checked_blocks(rows, columns, size, *sizes)
+        return cls._of(block_spans(*at, size, *sizes), *sizes)
 
     @classmethod
     def pack(cls, masks: Sequence[Mask]) -> Mask:

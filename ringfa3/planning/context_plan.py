@@ -57,6 +57,7 @@ class ContextPlan(TokenShards):
     # Attributes that a copy in another process must not have.
     _LOCAL = (
         "_bound", "_published", "_grids", "_variants", "_aligned", "_origin", "handle",
+        "contiguous", "exchanges",
     )  # fmt: skip
 
     def __init__(
@@ -80,15 +81,18 @@ class ContextPlan(TokenShards):
         self.layout, self.causal, self.window_size = layout, causal, window_size
         self.mask = mask
         self._register()
-        if mask is None:
-            window = self.effective_window
-            self.hops, self.kv_exchange = plan_ring(shards, rank, *window, alignment=alignment)
-        else:
+        if mask is not None:
             self._positions = mask.positions[self._token_index]
             self._key_positions = mask.key_positions[self._key_index]
-            queries = one_sequence(lengths, shards)
-            keys = queries if key_shards is None else key_shards
-            self.hops, self.kv_exchange = plan_mask(mask, queries, keys, rank)
+        self.hops, self.kv_exchange = self._exchange(alignment=alignment)
+
+    def _exchange(self, grid: int = 1, alignment: int = 1) -> tuple[Plan, KVExchange]:
+        """Spans and exchange; arguments as in `plan_exchange`."""
+        if self.mask is None:
+            return plan_ring(self.shards, self.rank, *self.effective_window, grid, alignment)
+        queries = one_sequence(self.lengths, self.shards)
+        keys = queries if self.key_shards is self.shards else self.key_shards
+        return plan_mask(self.mask, queries, keys, self.rank, grid, alignment)
 
     def _register(self) -> None:
         """Sets the attributes of `_LOCAL`."""
@@ -128,7 +132,7 @@ class ContextPlan(TokenShards):
             return cast(ContextPlan, GraphPlan(self, group, self.window_size))
         key = weakref.ref(group)
         if key not in self._bound:
-            bound = copy.copy(self)  # the tables are shared
+            bound = copy.copy(self)  # the tables are shared, what `_register` makes is not
             bound._group = key
             self._bound = {g: p for g, p in self._bound.items() if g() is not None} | {key: bound}
         return self._bound[key]
@@ -160,7 +164,7 @@ class ContextPlan(TokenShards):
             )
         if torch.compiler.is_compiling():
             return cast(ContextPlan, GraphPlan(self, self.group, window))
-        return self._variant(window, lambda origin: origin._remade(window))
+        return self._variant(window, lambda origin: origin._remade(window, None))
 
     @untraced
     def with_mask(self, mask: Mask) -> ContextPlan:
@@ -182,7 +186,7 @@ class ContextPlan(TokenShards):
         """
         require_no_compiler("plan.with_mask")
         check_mask_tokens(mask, self.total_tokens, sum(s.tokens for s in self.key_shards))
-        return self._variant(mask, lambda origin: origin._masked(mask))
+        return self._variant(mask, lambda origin: origin._remade((-1, -1), mask))
 
     def _variant(
         self, key: tuple[int, int] | Mask, make: Callable[[ContextPlan], ContextPlan]
@@ -202,27 +206,26 @@ class ContextPlan(TokenShards):
     def aligned(self, keys: int) -> ContextPlan:
         """The plan where each run that ranks exchange begins with a tile of so many keys.
 
-        This plan if all do: only a window to the left lets runs begin inside a segment.
+        This plan if all do: only a band's lower end lets runs begin inside a segment.
         """
-        if self.effective_window[0] < 0:
+        if self.mask is None and self.effective_window[0] < 0:
             return self
         if keys not in self._aligned:
-            self._aligned[keys] = self._remade(self.window_size, keys)
+            self._aligned[keys] = self._remade(self.window_size, self.mask, keys)
         return self._aligned[keys]
 
-    def _remade(self, window: tuple[int, int], alignment: int = 1) -> ContextPlan:
-        given = self.lengths, self.shards, self.rank, self._group, self.layout, self.causal
-        return ContextPlan(*given, window, self.implicit, alignment)
-
-    def _masked(self, mask: Mask) -> ContextPlan:
+    def _remade(
+        self, window: tuple[int, int], mask: Mask | None, alignment: int = 1
+    ) -> ContextPlan:
         keys = None if self.key_shards is self.shards else self.key_shards
-        given = self.lengths, self.shards, self.rank, self._group, self.layout, False, (-1, -1)
-        return ContextPlan(*given, self.implicit, mask=mask, key_shards=keys)
+        given = self.lengths, self.shards, self.rank, self._group, self.layout
+        causal = self.causal and mask is None
+        return ContextPlan(*given, causal, window, self.implicit, alignment, mask, keys)
 
     def on_grid(self, keys: int) -> tuple[Plan, KVExchange]:
         """`hops` and `kv_exchange` where ranks exchange whole tiles of so many keys."""
         if keys not in self._grids:
-            self._grids[keys] = plan_ring(self.shards, self.rank, *self.effective_window, keys)
+            self._grids[keys] = self._exchange(keys)
         return self._grids[keys]
 
     def published_rows(self, device: torch.device, keys: int = 1) -> RowIndex:
@@ -245,13 +248,9 @@ class ContextPlan(TokenShards):
     @cached_property
     def digest(self) -> str:
         """Hash of all that must be equal on all ranks."""
-        h = hashlib.sha256(repr((self.world, self.layout, *self.effective_window)).encode())
-        h.update(self.lengths.tobytes())
-        for s in self.shards:  # the same lengths may be laid out dense or packed
-            h.update(np.stack((s.sequence, s.position, s.length)).tobytes())
-        if self.mask is not None:
-            h.update(self.mask.digest.encode())
-        return h.hexdigest()[:16]
+        mask = None if self.mask is None else self.mask.digest
+        given = super().digest, self.layout, *self.effective_window, mask
+        return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
     @property
     def work_per_rank(self) -> list[int]:

@@ -73,7 +73,7 @@ class _Ordered:
     """
 
     def __init__(self, mask: Mask, world: int) -> None:
-        self.begin = _components(mask)
+        self.begin = components(mask)
         before = np.concatenate(([0], np.cumsum(mask.pairs_by_row)))
         runs, size = _runs(mask, self.begin, world)
         pairs = before[runs + size] - before[runs]
@@ -136,7 +136,7 @@ def _pairs(ordered: _Ordered, begin: Ints, count: Ints) -> Ints:
     return ordered.pairs_before(begin + count) - ordered.pairs_before(begin)
 
 
-def _components(mask: Mask) -> Ints:
+def components(mask: Mask) -> Ints:
     """The first token of each component, ascending. Tokens that no span covers belong to the
     component before them."""
     q0, q1, k0, k1, *_ = mask.diagonal_spans.T

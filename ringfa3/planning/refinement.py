@@ -21,11 +21,16 @@ LEAST_KEY_TILE = 64  # keys of the smallest backward tile of any kernel
 
 
 def plan_mask(
-    mask: Mask, queries: list[Segments], keys: list[Segments], rank: int
+    mask: Mask,
+    queries: list[Segments],
+    keys: list[Segments],
+    rank: int,
+    grid: int = 1,
+    alignment: int = 1,
 ) -> tuple[Plan, KVExchange]:
     """Spans and exchange of `rank`, where rank o holds queries[o] and keys[o].
 
-    The segments have one sequence, all queries or all keys.
+    The segments have one sequence, all queries or all keys. grid, alignment: as in `plan_exchange`.
     """
     spans = mask.diagonal_spans
     q = _cut(PlacedSegments.of(queries), spans[:, :2].ravel())
@@ -38,7 +43,7 @@ def plan_mask(
         tiles = -(-length // LEAST_KEY_TILE)
         k = _cut(k, np.repeat(begin, tiles) + LEAST_KEY_TILE * concat_ranges(0 * tiles, tiles))
         bands = _bands(spans, q.segments, k.segments)
-    return plan_exchange(q, k, bands, rank, len(queries))
+    return plan_exchange(q, k, bands, rank, len(queries), grid, alignment)
 
 
 def _cut(placed: PlacedSegments, cuts: Ints) -> PlacedSegments:

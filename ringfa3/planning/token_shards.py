@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ringfa3.masks.mask import Mask
 from ringfa3.planning.handles import graph_handle, plan_table
 from ringfa3.planning.process_groups import GroupRef, require_alive
-from ringfa3.planning.sharding import Ints, Segments
+from ringfa3.planning.row_exchange import exchange_rows
+from ringfa3.planning.sharding import Ints, Segments, partition
 from ringfa3.planning.tile_schedule import concat_ranges
 from ringfa3.planning.unshard import Unshard, require_agreement
-from ringfa3.validation import check_plain
+from ringfa3.validation import check_plain, whole_number
 
 
 class TokenShards:
@@ -24,6 +28,7 @@ class TokenShards:
     """
 
     handle: int
+    mask: Mask | None = None
 
     def __init__(
         self,
@@ -47,6 +52,14 @@ class TokenShards:
         Raises ValueError: it has been destroyed.
         """
         return None if self._group is None else require_alive(self._group())
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the documents and of the segments of all ranks."""
+        h = hashlib.sha256(self.lengths.tobytes())
+        for s in self.shards:  # the same lengths may be laid out dense or packed
+            h.update(b"rank" + np.stack((s.sequence, s.position, s.length)).tobytes())
+        return h.hexdigest()[:16]
 
     # Tensors are made at each access: inference or fake mode makes some that only serve inside.
     @property
@@ -156,3 +169,99 @@ class TokenShards:
             require_agreement(self.group if self.world > 1 else None, {}, problem)
         result: torch.Tensor = Unshard.apply(x_local, self, dim)  # type: ignore[no-untyped-call]
         return result
+
+    @cached_property
+    def contiguous(self) -> TokenShards:
+        """The layout of `to_contiguous`: the packed tokens in order, equally many on every rank.
+
+        `contiguous.shards[rank]` has the documents of a rank, in order. Only the first may begin on
+        an earlier rank.
+
+        Raises ValueError: the plan was made from a Mask, which does not state documents.
+        """
+        if self.mask is not None:
+            raise ValueError(
+                f"the documents of a plan with {self.mask!r} are not known: make the plan from "
+                "cumulative lengths"
+            )
+        shards = partition(self.lengths, self.world, "contiguous")
+        return TokenShards(self.lengths, shards, shards, self.rank, self._group)
+
+    @cached_property
+    def exchanges(self) -> dict[str, Any]:
+        """(holder, `RowExchange`) of the calls below, by name and arguments."""
+        return {}
+
+    def to_contiguous(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Moves tokens to the ranks and the order of `contiguous`, for recurrent layers.
+
+        x has `local_tokens` along `dim`, and any dtype. Gradients return in the same way.
+
+        Raises:
+            ValueError: on every rank of the group: x.shape[dim] is not `local_tokens` on one, or
+                its other sizes, dtype, dim or plan differ over the ranks; or the plan has a Mask.
+                On this rank: the plan was made from (rank, world).
+            RuntimeError: torch.compile traces the call.
+            RingError: a rank did not enter within the group's timeout.
+        """
+        return exchange_rows(x, self, "to_contiguous", lambda: (self, self.contiguous._held), dim)
+
+    def from_contiguous(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The inverse of `to_contiguous`: x has the tokens of `contiguous`. Raises as that."""
+        return exchange_rows(x, self, "from_contiguous", lambda: (self.contiguous, self._held), dim)
+
+    def shift(self, x: torch.Tensor, n: int, dim: int = 0, fill: float = 0) -> torch.Tensor:
+        """`torch.roll(x, n)` within each document, with `fill` in place of what comes around.
+
+        So `shift(x, 1)` gives each token the row of the token before, `shift(x, -1)` of the next:
+        `shift(ids, -1, fill=-100)` are labels. Raises as `to_contiguous`.
+        """
+
+        def find() -> tuple[TokenShards, list[Ints]]:
+            step = whole_number("n", n)
+            return self, [
+                self._tokens_of(s.sequence, s.position - step, s.length) for s in self.shards
+            ]
+
+        return exchange_rows(x, self, f"shift(n={n})", find, dim, fill)
+
+    def halo(self, x: torch.Tensor, n: int, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Local tokens with the n tokens before each segment, for convolutions.
+
+        Returns:
+            (rows, own). rows: x with n more rows before each segment of this rank along `dim`.
+            They hold the tokens of its document that precede it, zeros before the first one. own:
+            (local_tokens,) int64, which rows are this rank's tokens. A causal convolution over
+            n + 1 of the rows is exact at `own`.
+
+        Raises as `to_contiguous`, and ValueError: n is negative.
+        """
+
+        def find() -> tuple[TokenShards, list[Ints]]:
+            step = whole_number("n", n)
+            if step < 0:
+                raise ValueError(f"n={n}: a halo has 0 or more tokens; use plan.shift")
+            return self, [
+                self._tokens_of(s.sequence, s.position - step, s.length + step) for s in self.shards
+            ]
+
+        rows = exchange_rows(x, self, f"halo(n={n})", find, dim)
+        mine = self.shards[self.rank]
+        own = concat_ranges(mine.row + n * np.arange(1, len(mine) + 1), mine.length)
+        return rows, torch.from_numpy(own).to(x.device)
+
+    @property
+    def _held(self) -> list[Ints]:
+        """`index_of` each rank."""
+        return [self.index_of(rank) for rank in range(self.world)]
+
+    def _tokens_of(self, sequence: Ints, position: Ints, count: Ints) -> Ints:
+        """Global indices of `count` tokens of documents, from a position on; -1 outside of one.
+
+        Raises ValueError as `contiguous`.
+        """
+        begin = self.contiguous.lengths.cumsum() - self.lengths
+        place = concat_ranges(position, count)
+        document = np.repeat(sequence, count)
+        inside = (place >= 0) & (place < self.lengths[document])
+        return np.where(inside, begin[document] + place, -1)

@@ -65,7 +65,7 @@ def gather_tokens(x_local: torch.Tensor, plan: int, dim: int, tokens: int) -> to
     context = from_handle(plan)
     error, settings = None, {}
     try:
-        settings = _settings(x_local, context, dim)
+        settings = agreed_settings(x_local, context, dim)
     except Exception as problem:  # whatever it is, the other ranks wait
         error = problem
     require_agreement(context.group if context.world > 1 else None, settings, error)
@@ -93,7 +93,7 @@ def _fake_gather(x_local: torch.Tensor, plan: int, dim: int, tokens: int) -> tor
     return rows.new_empty((tokens, *rows.shape[1:])).movedim(0, dim)
 
 
-def _settings(x_local: torch.Tensor, plan: Any, dim: int) -> dict[str, str]:
+def agreed_settings(x_local: torch.Tensor, plan: Any, dim: int) -> dict[str, str]:
     """What must be equal on all ranks. Raises ValueError, IndexError: this rank's is wrong."""
     if x_local.shape[dim] != plan.local_tokens:
         raise ValueError(

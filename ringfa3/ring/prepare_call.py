@@ -270,11 +270,6 @@ def _validate(
     check_local_tokens(q, k, plan.local_tokens, plan.local_keys, plan.total_tokens)
     check_transport(transport, q.device)
     check_ring_precision(precision, q, v, plan.world, transport)
-    if plan.mask is not None and precision != "native":
-        raise ValueError(
-            f"precision={precision!r} with {plan.mask!r}: 8 bits take documents and windows only: "
-            "use precision='native', or plan_context(cu_seqlens)"
-        )
 
 
 def _build_kernels(q: torch.Tensor, plan: ContextPlan, direction: str, precision: str) -> None:

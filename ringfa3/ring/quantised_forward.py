@@ -87,8 +87,10 @@ def run_quantised_forward(
 
 
 def local_tiles(plan: ContextPlan) -> KeyTiles:
-    """The tiles of a rank's keys."""
-    return KeyTiles.of(plan, plan.shards[plan.rank])
+    """The tiles of a rank's keys: of their segments in the plan, where a mask has cut them."""
+    (mine,) = np.nonzero(plan.hops.key_hop == 0)
+    by_row = mine[np.argsort(plan.hops.keys.row[mine], kind="stable")]
+    return KeyTiles.of(plan, plan.hops.keys.take(by_row))
 
 
 def gather_centres(
@@ -155,8 +157,8 @@ def gather_statistics(
 ) -> list[ChannelStatistics]:
     """The statistics of all ranks, in rank order."""
     parts = [
-        mine if rank == plan.rank else ChannelStatistics(torch.empty_like(mine.values), tokens)
-        for rank, tokens in enumerate(plan.tokens_per_rank)
+        mine if rank == plan.rank else ChannelStatistics(torch.empty_like(mine.values), keys.tokens)
+        for rank, keys in enumerate(plan.key_shards)
     ]
     others = [rank for rank in range(plan.world) if rank != plan.rank]
     what = "statistics of K and V"

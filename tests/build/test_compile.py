@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,22 +55,61 @@ def test_another_source_is_another_library(tools: Path, monkeypatch: pytest.Monk
     assert ensure_library(UNITS[0]) != first
 
 
-def test_a_source_in_any_folder_makes_another_library(
+def test_a_changed_header_makes_libraries_of_the_units_that_include_it(
     tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes and paths of sources count."""
+    """Through other headers, from their folder or the root; names count as bytes do."""
     sources = tools / "csrc"
-    (sources / "hopper").mkdir(parents=True)
-    (sources / "plan").mkdir()
+    texts = {
+        "forward.cu": '#include "hopper/tma.cuh"\n#include <cute/tensor.hpp>\n',
+        "backward.cu": '#include "params.h"\n',
+        "hopper/tma.cuh": '  # include "warp.cuh"\n#include "params.h"\n',
+        "hopper/warp.cuh": "one",
+        "params.h": "one",
+        "unused.h": "one",
+    }
+    for name, text in texts.items():
+        (sources / name).parent.mkdir(parents=True, exist_ok=True)
+        (sources / name).write_text(text)
     monkeypatch.setattr("ringfa3.build.compile.source_folder", lambda: sources)
-    header = sources / "hopper" / "tma.cuh"
-    header.write_text("one")
-    stems = [library_stem(UNITS[0])]
-    header.write_text("two")
-    stems.append(library_stem(UNITS[0]))
-    header.rename(sources / "plan" / "tma.cuh")
-    stems.append(library_stem(UNITS[0]))
-    assert len(set(stems)) == 3
+    units = [next(u for u in UNITS if u.direction == name) for name in ("forward", "backward")]
+
+    def changed(change: Callable[[], object]) -> list[bool]:
+        before = [library_stem(unit) for unit in units]
+        change()
+        return [library_stem(u) != stem for u, stem in zip(units, before, strict=True)]
+
+    warp = sources / "hopper" / "warp.cuh"
+    assert changed(lambda: warp.write_text("two")) == [True, False]
+    assert changed(lambda: (sources / "params.h").write_text("two")) == [True, True]
+    assert changed(lambda: (sources / "unused.h").write_text("two")) == [False, False]
+    assert changed(lambda: warp.rename(sources / "warp.cuh")) == [True, False]
+
+
+def test_a_source_that_the_name_of_a_library_ignores_is_an_error(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler's depfile shows it: here a macro hides the include."""
+    sources = tools / "csrc"
+    sources.mkdir()
+    (sources / "forward.cu").write_text('#define H "hidden.h"\n#include H\n')
+    (sources / "hidden.h").touch()
+    monkeypatch.setattr("ringfa3.build.compile.source_folder", lambda: sources)
+    written = "a\\ b.o: {0}/forward.cu /usr/include/stdio.h \\\n  {1}"
+    for hidden, fails in (("/usr/include/math.h", False), (f"{sources}/hidden.h", True)):
+        depfile = written.format(sources, hidden)
+        (tools / "depfile").write_text(depfile + "\n")
+        body = f'while [ "$1" != -MF ]; do shift; done; cat {tools}/depfile > "$2"'
+        fake_tools.nvcc(tools, body=body)
+        if not (tools / "host" / "cat").exists():
+            fake_tools.link(tools / "host", "cat")
+        if not fails:
+            made = ensure_library(UNITS[0])
+            made.unlink()
+            continue
+        with pytest.raises(BuildError, match=r"includes .*hidden.h in a way that its name"):
+            ensure_library(UNITS[0])
+        assert find_library(UNITS[0]) is None
 
 
 def test_an_architecture_has_libraries_of_its_own(

@@ -103,7 +103,7 @@ def test_the_error_of_the_compiler_is_told(
     with pytest.raises(SystemExit) as ended:
         main(["--host"])
     assert str(ended.value) == (
-        f"ringfa3: the C++ launcher does not compile, {compiler} exited with 3:\n"
+        f"ringfa3: the C++ launcher does not compile, {compiler.name} exited with 3:\n"
         "module.cpp:1: no such thing"
     )
 

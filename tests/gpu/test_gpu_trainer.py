@@ -82,8 +82,8 @@ def test_the_steps_are_those_of_uncompiled_ddp(arguments, expected, tmp_path, ke
 def test_a_reduction_of_every_micro_batch_saves_whole_gradients(arguments, tmp_path):
     """model=1b: 1.24e9 gradients of 4 bytes. The other GPU has half of them.
 
-    At the peak of memory more may be gone: a reduction also frees what its bucket held. So of all
-    gradients 40% at least are saved, and no more than all.
+    The driver counts cached memory, too. So of all gradients 40% at least are saved, and no more
+    than all: two H200 measured 4.34e9 bytes.
     """
     found = {}
     for reduce in ("micro", "step"):
@@ -122,6 +122,7 @@ def test_a_billion_parameters_learn_under_their_defaults(tmp_path):
     keys += ["checkpoint.every=0", "train.eval_every=0", "train.final_eval_bytes=1"]
     run(tmp_path / "run", *keys, most_gpus=8, limit=3500)
     losses = [loss for _, loss, _ in steps(tmp_path / "run")]
+    assert None not in losses  # a skipped step has none
     assert losses[-1] < 5
     means = np.convolve(losses, np.full(50, 1 / 50), "valid")
     assert (np.diff(means) <= 0).all(), means

@@ -18,19 +18,8 @@ from tests.support.hf_models import SIZES, model_of, results, tokens, worst_diff
 from tests.support.ranks import Ranks, sacrifice
 
 MIXED = ["linear_attention", "full_attention"]
-LINEAR = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-           "shared_expert_intermediate_size": 16}  # fmt: skip
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_n_groups": 1}
 HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {  # config, changes, what is named
-    "Qwen3-Next": (
-        "Qwen3NextConfig",
-        {**LINEAR, **EXPERTS, "head_dim": 8, "layer_types": MIXED},
-        "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet) mixes tokens",
-    ),
     "LFM2": (
         "Lfm2Config",
         {"layer_types": ["full_attention", "conv"]},

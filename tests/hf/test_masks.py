@@ -66,7 +66,7 @@ def test_a_window_to_the_left_alone_beside_padding(side: str) -> None:
 
 
 READS: dict[str, Callable[[Any], Any]] = {
-    "shape": lambda mask: mask.shape,
+    "dtype": lambda mask: mask.dtype,
     "to": lambda mask: mask.to(torch.bool),
     "slice": lambda mask: mask[:, :, :, :9],
     "==": lambda mask: mask == 0,

@@ -85,7 +85,8 @@ window_sizes = st.tuples(*[st.sampled_from([-1, None, 0, 1, 3])] * 2)
 def test_documents_have_a_window_first_keys_and_chunks_of_their_own(
     data: st.DataObject, causal: bool, cross: bool
 ) -> None:
-    """Reference: the definition of each, pair by pair; documents align at the bottom right."""
+    """Reference: the definition of each, pair by pair; documents align at the bottom right of the
+    tokens in use."""
     lengths = data.draw(documents)
     count = len(lengths)
     keys = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
@@ -93,8 +94,12 @@ def test_documents_have_a_window_first_keys_and_chunks_of_their_own(
     windows = [data.draw(window_sizes) for _ in lengths]
     first = [data.draw(st.integers(0, 4)) for _ in lengths]
     chunks = [data.draw(st.sampled_from([None, 1, 3, 5])) for _ in lengths]
+    padded = data.draw(st.booleans())  # queries and keys after those in use see nothing
+    used = [[data.draw(st.integers(0, n)) if padded else n for n in x] for x in (lengths, keys)]
+    if not cross:
+        used[1] = used[0]
     allowed = np.zeros((sum(lengths), sum(keys)), bool)
-    for d, (nq, nk) in enumerate(zip(lengths, keys, strict=True)):
+    for d, (nq, nk) in enumerate(zip(*used, strict=True)):
         q0, k0 = sum(lengths[:d]), sum(keys[:d])
         for r in range(nq):
             for c in range(nk):
@@ -106,7 +111,10 @@ def test_documents_have_a_window_first_keys_and_chunks_of_their_own(
                 seen |= c < first[d]
                 allowed[q0 + r, k0 + c] = seen and (c <= p or not causal)
     cu_k = cumulative(keys) if cross else None
-    mask = Mask.documents(cumulative(lengths), cu_k, causal, windows, first, chunks)
+    in_use = {"seqused_q": used[0]} if padded else {}
+    if padded and cross:
+        in_use["seqused_k"] = used[1]
+    mask = Mask.documents(cumulative(lengths), cu_k, causal, windows, first, chunks, **in_use)
     check_equal(mask, allowed)
     assert mask.positions.tolist() == [r for n in lengths for r in range(n)]
     assert mask.key_positions.tolist() == [c for n in keys for c in range(n)]
@@ -225,6 +233,9 @@ def test_a_mask_is_a_value() -> None:
         (lambda: Mask([[0, 4, 0, 4, 2**70, 0]], 4), "spans=.*: give whole numbers"),
         (lambda: Mask([], 2, positions=[0]), "positions has 1 values"),
         (lambda: Mask.documents([0, 3], [0, 3, 4]), "cu has 1 documents, cu_k has 2"),
+        (lambda: Mask.documents([0, 3], seqused_q=[4]), "seqused_q: document 0 uses 4 of 3 tokens"),
+        (lambda: Mask.documents(3, 5, seqused_k=[-1]), "seqused_k: document 0 uses -1 of 5"),
+        (lambda: Mask.documents([0, 3, 4], seqused_q=[2]), r"seqused_q has shape \(1,\): give"),
         (lambda: Mask.documents([0, 3], chunk=0), "chunk=0: each must be at least 1"),
         (lambda: Mask.documents(8, chunk=2.0), "chunk=2.0: give a whole number"),
         (lambda: Mask.documents(8, first_keys=True), "first_keys=True: give a whole number"),

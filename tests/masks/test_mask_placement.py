@@ -210,7 +210,10 @@ def test_no_backward_has_smaller_tiles_than_refinement_assumes() -> None:
         (lambda m: plan_context(m, (0, 2)).with_mask([0, 8]), "must be a ringfa3.Mask, got list"),
         (lambda m: flash_attn_mask_func(*[torch.ones(8, 1, 8)] * 3, [0, 8]), "no spans"),
         (lambda m: flash_attn_mask_func(*[torch.ones(9, 1, 8)] * 3, m), r"q has shape \(9, 1, 8\)"),
-        (lambda m: flash_attn_mask_func(*[torch.ones(8, 1, 64)] * 3, m, precision="fp8"), "8 bits"),
+        (
+            lambda m: flash_attn_mask_func(*[torch.ones(8, 1, 8)] * 3, m, precision="fp8"),
+            "no kernel for head_dim 8",
+        ),
         (
             lambda m: flash_attn_mask_func(torch.ones(8, 1, 8), *[torch.ones(3, 1, 8)] * 2, m),
             "k has",
@@ -224,20 +227,16 @@ def test_what_is_wrong_is_named(make: object, message: str) -> None:
 
 
 def _refused(group: dist.ProcessGroup) -> list[str]:
-    """Errors of calls of which only rank 0 is wrong, and of 8 bits."""
+    """Errors of calls of which only rank 0 is wrong."""
     mask = Mask.documents([0, 40, 64], [0, 10, 21], causal=False)
     plan = plan_context(mask, group)
     q, k = torch.ones(plan.local_tokens, 1, 64), torch.ones(plan.local_keys, 1, 64)
     wrong = q if dist.get_rank(group) == 0 else k
     other = plan_context(Mask([], 64, 21) if dist.get_rank(group) else mask, group)
     errors = []
-    for given, options in (
-        ((q, wrong, wrong, plan), {}),
-        ((q, k, k, other), {}),
-        ((q, k, k, plan), {"precision": "int8"}),
-    ):
+    for given in ((q, wrong, wrong, plan), (q, k, k, other)):
         try:
-            ring_attn_func(*given, **options)  # type: ignore[arg-type]
+            ring_attn_func(*given)
             errors.append("none")
         except ValueError as error:
             errors.append(str(error))
@@ -245,11 +244,10 @@ def _refused(group: dist.ProcessGroup) -> list[str]:
 
 
 def test_errors_are_raised_on_every_rank(ranks: Ranks) -> None:
-    """Keys that are not those of `shard_keys`, masks that differ, 8 bits."""
-    for keys, masks, precision in ranks.run(2, _refused):
+    """Keys that are not those of `shard_keys`, masks that differ."""
+    for keys, masks in ranks.run(2, _refused):
         assert "pass the tokens of plan.shard_keys" in keys
         assert "Mask(64 x 21 tokens, 0 spans" in masks
-        assert "8 bits take documents and windows only" in precision
 
 
 def _compiled(group: dist.ProcessGroup) -> None:

@@ -52,6 +52,18 @@ def test_every_allowed_pair_is_covered_once_and_no_other(
     np.testing.assert_array_equal(coverage(plans, mode, m, n), union.dense())
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=2000)
+@given(union=unions(40), world=st.integers(1, 5), layout=layouts, m=tiles, n=tiles)
+def test_pairs_of_many_unions(
+    mode: str, union: Union, world: int, layout: str, m: int, n: int
+) -> None:
+    """As above, of 2,000 masks."""
+    plans = plans_of(union.mask(), world, layout)
+    np.testing.assert_array_equal(coverage(plans, mode, m, n), union.dense())
+
+
 @settings(max_examples=60)
 @given(union=unions(40), world=st.integers(1, 4), m=tiles, n=st.sampled_from([64, 80, 128]))
 def test_turns_of_a_dq_block_count_the_tiles_that_add_before(

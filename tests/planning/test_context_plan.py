@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -360,3 +361,13 @@ def test_torchrun_without_a_process_group_warns_once(
             "torchrun started 2 processes, but init_process_group was not called: this plan is for "
             "one rank; call it first, or pass group=(0, 1)"
         )
+
+
+def test_plans_that_a_bound_plan_makes_have_its_group() -> None:
+    groups = [dist.ProcessGroup(0, 2) for _ in range(2)]
+    for plan in (plan_context(64, (0, 2)), plan_context(64, (0, 2)).with_window((9, 0))):
+        bound = [plan.bound_to(group) for group in groups]
+        for change in (lambda p: p.with_window((5, 0)), lambda p: p.contiguous):
+            assert [change(p)._group() for p in bound] == groups
+        windowed = [p.with_window((9, 0)) for p in bound]
+        assert [p.aligned(16)._group() for p in windowed] == groups

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ringfa3 import ContextPlan, flash_attn_varlen_func, plan_context, ring_attn_func
+from ringfa3 import ContextPlan, Mask, flash_attn_varlen_func, plan_context, ring_attn_func
+from ringfa3.planning.sharding import Ints, Segments
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.quantisation.key_tiles import KEY_TILE
@@ -17,7 +19,9 @@ from ringfa3.quantisation.operands import quantise_kv, quantise_q
 from ringfa3.ring import quantised_forward
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import GlooTransport
+from ringfa3.ring.quantised_forward import local_tiles
 from tests.support.dense import attention, band, cumulative, gradients, mask
+from tests.support.masks import random_union
 from tests.support.ranks import Ranks
 from tests.support.straight_through import Rounded
 from tests.support.straight_through import gradients as dense_gradients
@@ -46,20 +50,66 @@ def inputs(seed: int, tokens: int, heads: tuple[int, int]) -> list[torch.Tensor]
     return [x.bfloat16() for x in (q, k + 2, v + 3)]
 
 
+class Case(NamedTuple):
+    """A plan of `group`, its dense mask (all queries, all keys), and, in words, what it is."""
+
+    plan: ContextPlan
+    allowed: torch.Tensor
+    what: str
+
+    def placed_keys(self) -> list[tuple[Ints, Segments]]:
+        """Of every rank: the keys that it holds, and the runs of them that begin with a tile."""
+        plan = self.plan
+        if plan.mask is None:
+            return [(plan.index_of(rank), s) for rank, s in enumerate(plan.shards)]
+        of = [
+            plan_context(plan.mask, (rank, plan.world), plan.layout) for rank in range(plan.world)
+        ]
+        return [(p._key_index, local_tiles(p).keys) for p in of]
+
+
+def random_documents(rng: random.Random, group: Group) -> Case:
+    lengths = [rng.choice([0, 1, 130, rng.randint(0, 500)]) for _ in range(rng.randint(1, 4))]
+    window = (rng.choice([-1, 0, 100, 200]), rng.choice([-1, 0, 40]))
+    causal, layout = rng.random() < 0.6, rng.choice(["zigzag", "contiguous"])
+    return documents(group, lengths, layout, causal, window)
+
+
+def documents(
+    group: Group, lengths: list[int], layout: str, causal: bool, window: tuple[int, int]
+) -> Case:
+    plan = plan_context(cumulative(lengths), group, layout, causal, window)
+    allowed = torch.from_numpy(mask(lengths, lengths, *band(causal, window)))
+    return Case(plan, allowed, f"{lengths}, {layout}, causal {causal}, window {window}")
+
+
+def random_mask(rng: random.Random, group: Group, cross: bool) -> Case:
+    union = random_union(rng, 500, cross)
+    while union.dense().sum() < 1000:  # some pairs, whose gradients have a size
+        union = random_union(rng, 500, cross)
+    plan = plan_context(union.mask(), group, rng.choice(["zigzag", "contiguous"]))
+    return Case(plan, torch.from_numpy(union.dense()), str(union))
+
+
+def inputs_of(case: Case, seed: int, heads: tuple[int, int]) -> list[torch.Tensor]:
+    """`inputs`, of as many queries and keys as the case has."""
+    q, k, v = inputs(seed, max(case.allowed.shape), heads)
+    return [q[: case.allowed.shape[0]], *(x[: case.allowed.shape[1]] for x in (k, v))]
+
+
 def rounded_inputs(
-    plan: ContextPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, precision: str
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, precision: str
 ) -> list[torch.Tensor]:
     """Float64: this rank's q and its products with K's mean, all k, centred v, and V's mean; K's.
 
     K and V are rounded as every rank rounds its own.
     """
-    formats = FORMATS[precision]
-    tokens = [plan.index_of(rank) for rank in range(plan.world)]
-    parts = [ChannelStatistics.of(k[at], v[at]) for at in tokens]
+    formats, placed = FORMATS[precision], case.placed_keys()
+    parts = [ChannelStatistics.of(k[at], v[at]) for at, _ in placed]
     centres = KVCentres.of(ChannelStatistics.combine(parts), formats)
-    queries = quantise_q(plan.shard(q), centres, formats)
+    queries = quantise_q(case.plan.shard(q), centres, formats)
     keys, values = (torch.zeros(x.shape, dtype=torch.float64) for x in (k, v))
-    for at, segments in zip(tokens, plan.shards, strict=True):
+    for at, segments in placed:
         kv = quantise_kv(k[at], v[at], segments, centres, formats)
         keys[at] = kv.k.double() * kv.k_scale.double().unsqueeze(-1)
         values[at] = kv.v.double() * centres.v_scale.double()
@@ -75,24 +125,21 @@ def _rounding_of_p(group: Group, seed: int, precision: str) -> int:
     for i in range(8):
         # on one host all hops in a launch, or each in its own; between hosts blocks are passed on
         placed = one_host, rows_per_hop = rng.choice([(True, 1), (True, 1 << 30), (False, 1)])
-        lengths = [rng.choice([0, 1, 130, rng.randint(0, 500)]) for _ in range(rng.randint(1, 4))]
-        window = (rng.choice([-1, 0, 200]), rng.choice([-1, 0, 40]))
-        causal, layout = rng.random() < 0.6, rng.choice(["zigzag", "contiguous"])
+        case = random_mask(rng, group, i % 4 == 3) if i % 2 else random_documents(rng, group)
+        plan = case.plan
         h, hk = rng.choice([(4, 2), (3, 3), (2, 1)])
-        plan = plan_context(cumulative(lengths), group, layout, causal, window)
-        q, k, v = inputs(i, sum(lengths), (h, hk))
-        shards = (plan.shard(x) for x in (q, k, v))
+        q, k, v = inputs_of(case, i, (h, hk))
+        shards = plan.shard(q), plan.shard_keys(k), plan.shard_keys(v)
         if plan.world > 1:
             transport = RingGroup.of(group).connections.transport("gloo", q.device)
             transport.one_host = one_host
         with mock.patch.object(quantised_forward, "ROWS_PER_HOP", rows_per_hop):
             out, lse = ring_attn_func(*shards, plan, return_lse=True, precision=precision)
-        rows, offset, keys, values, v_mean, _ = rounded_inputs(plan, q, k, v, precision)
-        allowed = torch.from_numpy(mask(lengths, lengths, *band(causal, window)))
-        allowed = allowed[plan.token_index]
+        rows, offset, keys, values, v_mean, _ = rounded_inputs(case, q, k, v, precision)
+        allowed = case.allowed[plan.token_index]
         centred, expected_lse = attention(rows, keys, values, allowed)
         expected_lse += (offset * D**-0.5).t()
-        what = f"{lengths}, {layout}, causal {causal}, window {window}, heads {h}:{hk}, {placed}"
+        what = f"{case.what}, heads {h}:{hk}, {placed}"
         torch.testing.assert_close(
             lse.double(), expected_lse, atol=2e-4, rtol=1e-5, msg=lambda m, w=what: f"{w}: {m}"
         )
@@ -110,7 +157,8 @@ def _rounding_of_p(group: Group, seed: int, precision: str) -> int:
 
 @pytest.mark.parametrize(("world", "precision"), WORLDS)
 def test_rounding_of_p_is_the_only_error(ranks: Ranks, world: int, precision: str) -> None:
-    """Random documents, windows, layouts, heads, hops of a launch; means are of all ranks' K/V.
+    """Random documents, windows and masks, layouts, heads, hops of a launch; means are of all
+    ranks' K/V.
 
     Reference: float64 attention of the operands that the ranks round. out: to half a step of P, of
     the smallest P and of bfloat16; LSE to 2e-4.
@@ -122,32 +170,35 @@ def _gradients(group: Group, seed: int, precision: str) -> float:
     """The largest error of this rank's rows, of random cases, over the rms of dq."""
     rng, world = random.Random(seed), dist.get_world_size(group)
     worst = 0.0
-    for i in range(4):
-        lengths = [rng.choice([1, 130, rng.randint(1, 500)]) for _ in range(rng.randint(1, 3))]
-        window = (rng.choice([-1, 0, 100, 200]), rng.choice([-1, 0, 40]))
-        causal, layout = rng.random() < 0.6, rng.choice(["zigzag", "contiguous"])
-        if i == 0:  # a window begins inside a tile of the neighbour's keys, before its last tile
-            lengths, window = [300 * world], (rng.randint(50, 170), 0)
-            causal, layout = True, "contiguous"
+    for i in range(6):
+        if i < 2:  # a window begins inside a tile of the neighbour's keys, before its last tile
+            tokens, window = 300 * world, (rng.randint(50, 170), 0)
+            case = documents(group, [tokens], "contiguous", True, window)
+            if i == 1:
+                given = Mask.documents(tokens, window_size=window)
+                case = case._replace(plan=plan_context(given, group, "contiguous"))
+        else:
+            case = random_mask(rng, group, i == 5) if i % 2 else random_documents(rng, group)
+        plan = case.plan
         h, hk = rng.choice([(4, 2), (3, 3), (2, 1)])
-        plan = plan_context(cumulative(lengths), group, layout, causal, window)
-        if i == 0 and world > 1:
+        if i < 2 and world > 1:
             exchange = plan.aligned(KEY_TILE).kv_exchange
             assert (exchange.visible != plan.kv_exchange.visible).any()
-        q, k, v = (x.float() for x in inputs(i, sum(lengths), (h, hk)))
+        q, k, v = (x.float() for x in inputs_of(case, i, (h, hk)))
         dout, dlse = torch.randn(q.shape), torch.randn(h, len(q))
-        sink = torch.randn(h, requires_grad=True) if i % 2 else None
-        leaves = [plan.shard(x).requires_grad_() for x in (q, k, v)]
+        sink = torch.randn(h, requires_grad=True) if i in (1, 2, 5) else None
+        leaves = [plan.shard(q), plan.shard_keys(k), plan.shard_keys(v)]
+        leaves = [x.requires_grad_() for x in leaves]
         out, lse = ring_attn_func(
-            *leaves, plan, return_lse=True, precision=precision, sink=sink, deterministic=i > 1
+            *leaves, plan, return_lse=True, precision=precision, sink=sink, deterministic=i > 2
         )
-        given = plan.shard(dout), plan.shard(dlse, 1)
         wanted = leaves if sink is None else [*leaves, sink]
-        got = list(torch.autograd.grad((out, lse), wanted, given))
+        weights = plan.shard(dout), plan.shard(dlse, 1)
+        got = list(torch.autograd.grad((out, lse), wanted, weights))
         if sink is not None and plan.world > 1:
             dist.all_reduce(got[3], group=group)
         everywhere = plan.unshard(out.detach())
-        _, _, keys, values, v_mean, k_mean = rounded_inputs(plan, q, k, v, precision)
+        _, _, keys, values, v_mean, k_mean = rounded_inputs(case, q, k, v, precision)
         formats = FORMATS[precision]
         centres = KVCentres(*(x.float() for x in (k_mean, v_mean, v_mean)))
         queries = quantise_q(q, centres, formats)
@@ -157,13 +208,15 @@ def _gradients(group: Group, seed: int, precision: str) -> float:
             values + v_mean,
             k_mean,
         )
-        allowed = torch.from_numpy(mask(lengths, lengths, *band(causal, window)))
-        expected = dense_gradients(q, k, v, dout, everywhere, allowed, rounded, sink, dlse)
+        expected = dense_gradients(q, k, v, dout, everywhere, case.allowed, rounded, sink, dlse)
         rms = expected[0].square().mean().sqrt()  # of dq
-        expected = [*map(plan.shard, expected[:3]), *expected[3:]]
+        dq, dk, dv, *dsink = expected
+        expected = [plan.shard(dq), plan.shard_keys(dk), plan.shard_keys(dv), *dsink]
         for x, y in zip(got, expected, strict=True):
             if x.numel():  # a rank may have no token
-                worst = max(worst, float((x.double() - y).abs().max() / rms))
+                error = float((x.double() - y).abs().max() / rms)
+                assert error < 5e-4, (error, i, case.what)
+                worst = max(worst, error)
     return worst
 
 
@@ -171,8 +224,9 @@ def _gradients(group: Group, seed: int, precision: str) -> float:
 def test_gradients_are_those_of_the_rounded_function(
     ranks: Ranks, world: int, precision: str
 ) -> None:
-    """float32; random documents, windows that cut tiles, layouts, heads, sinks and gradients of
-    LSE. Reference: `gradients` of tests/support, float64; the largest error over the rms: 5e-4."""
+    """float32; random documents and masks, windows that cut tiles, layouts, heads, sinks and
+    gradients of LSE. Reference: `gradients` of tests/support, float64; the largest error over
+    the rms: 5e-4."""
     assert max(ranks.run(world, _gradients, 10 * world, precision)) < 5e-4
 
 

@@ -67,6 +67,8 @@ def host(folder: Path) -> Path:
     script(folder / "g++", "")
     for name in ("sleep", "mkdir", "rmdir"):
         link(folder, name)
+    if shutil.which("ninja", path=os.defpath):  # else that of this environment serves
+        link(folder, "ninja")
     return folder
 
 

@@ -144,9 +144,12 @@ def gradients(
 
     Args:
         out: (t, h, d) of the forward, of float32 inputs with the values of q, k and v.
-        allowed: (t, n) bool, the pairs that count, at least one in each row.
+        allowed: (t, n) bool, the pairs that count. Rows without one, and without a sink, have no
+            gradient.
         sink: (h,); dlse: (h, t).
     """
+    seen = allowed.any(1) if sink is None else torch.ones_like(allowed[:, 0])
+    allowed = allowed | ~seen[:, None]  # -inf in all of a row would be NaN
     # Rounding happens to q R and (k - mean) R: their gradients by q and k follow by R^T.
     rounded = rotate_back(given.q), rotate_back(given.k), given.v
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -163,9 +166,10 @@ def gradients(
     lse = s.logsumexp(-1)
     p = torch.exp(s - lse.detach()[..., None])
     weighted = torch.einsum("htn,nhd->thd", p[..., : len(k)], vr)
-    total = ((weighted - out.double() * p.sum(-1).t()[..., None]) * dout.double()).sum()
+    weights = dout.double() * seen[:, None, None]
+    total = ((weighted - out.double() * p.sum(-1).t()[..., None]) * weights).sum()
     if dlse is not None:
-        total = total + ((lse + offset) * dlse.double()).sum()
+        total = total + ((lse + offset) * dlse.double() * seen).sum()
     return torch.autograd.grad(total, leaves if logits is None else [*leaves, logits])
 
 

@@ -2,7 +2,8 @@
 
 A fresh interpreter spends most of a short run on imports. A fork runs the whole of
 ``train/pretrain.py`` as ``python train/pretrain.py`` does: with its arguments, environment, output,
-signals and exit code. Runs that a fork starts, as torchrun and sweeps do, are forks of it.
+signals and exit code. Runs that a fork starts, as torchrun and sweeps do, are forks of it. They
+differ in two points: they see one core, and Hydra's mode is that of the flags alone.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _run_python(command: list[str], environment: Mapping[str, str]) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in given if folder]
-    os.sched_getaffinity = lambda _: {0}  # a thread more would wait for the other in a loop
+    os.sched_getaffinity = lambda _: {0}  # two threads of a small run spin while they wait
     Hydra.get_mode = _mode
     if tuple(command[:2]) == TORCHRUN:
         run_torchrun(command[2:])
@@ -120,8 +121,10 @@ def _run_python(command: list[str], environment: Mapping[str, str]) -> None:
 
 
 def _mode(_: Hydra, config_name: str, overrides: list[str]) -> RunMode | None:
-    """Hydra's own composes all settings once more. None is the mode of the flags, here and there:
-    ``configs/`` has no ``hydra.mode``."""
+    """Hydra's own composes all settings once more. As there, None leaves the choice to the flags.
+
+    It holds because ``configs/`` has no ``hydra.mode``.
+    """
     return RunMode.MULTIRUN if "hydra.mode=MULTIRUN" in overrides else None
 
 

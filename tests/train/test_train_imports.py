@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
+
+from train.config import MODES
+from train.pretrain import MODULES as MODE_MODULES
 
 TRAIN = Path(__file__).parents[2] / "train"
 
@@ -83,3 +87,9 @@ def test_packages_are_small_and_say_what_they_import(package: str) -> None:
     assert len(lines) == 3
     assert lines[1].startswith("In: ")
     assert lines[2] == (f"Imports: config, {before}." if before else "Imports: config.")
+
+
+def test_each_mode_has_a_module_that_runs_it():
+    assert sorted(MODE_MODULES) == sorted(MODES)
+    for name in MODE_MODULES.values():
+        assert callable(importlib.import_module(f"train.{name}").run)

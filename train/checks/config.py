@@ -8,8 +8,8 @@ from train.checks.data import check_data, check_text
 from train.checks.limits import check_limits
 from train.checks.machine import check_engine, check_hardware
 from train.checks.model import check_model
-from train.checks.modes import check_export, check_log, check_profile
 from train.checks.origin import check_origin
+from train.checks.outputs import check_export, check_log, check_profile
 from train.checks.training import (
     check_batch,
     check_checkpoint,
@@ -32,8 +32,9 @@ def check(config: Config, world: int) -> None:
         check_export(config)
     if config.mode in ("generate", "export"):
         if world > 1:
+            what = "text" if config.mode == "generate" else "the folder"
             raise ConfigError(
-                f"mode={config.mode} under torchrun: one process writes text or a folder; start "
+                f"mode={config.mode} under torchrun: one process writes {what}; start "
                 f"python train/pretrain.py mode={config.mode} ... without torchrun"
             )
         return

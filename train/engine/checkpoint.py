@@ -35,10 +35,10 @@ from train.engine.train_state import TrainState
 from train.paths import discard
 
 
-def free_space(folder: Path) -> str:
+def _free_space(folder: Path) -> str:
     """Text that follows a failed write: PyTorch's errors do not always name a full disk."""
     try:
-        return f"; its disk had {shutil.disk_usage(folder).free / 1e9:,.1f} GB free"
+        return f"; the disk of {folder} had {shutil.disk_usage(folder).free / 1e9:,.1f} GB free"
     except OSError:
         return ""  # the folder is gone, which the failure itself names
 
@@ -153,9 +153,10 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until no write is in progress."""
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
+        with self.lock:
+            if self._writing is not None:
+                self._writing.result()
+                self._writing = None
 
     def _copy(
         self, shards: Mapping[str, Shard], ready: torch.cuda.Event | None
@@ -199,7 +200,7 @@ class Checkpoints:
             return
         self.failures += 1
         if self.parallel.rank == 0:
-            free = free_space(self.folder)
+            free = _free_space(self.folder)
             discard(temporary)
             self.log(
                 f"checkpoint of step {step} failed ({self.failures} so far), training continues: "

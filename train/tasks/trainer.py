@@ -270,6 +270,7 @@ class Trainer:
 
     def _require_saved(self) -> None:
         """Save the current state if it is not saved yet; ``RuntimeError`` if that fails."""
+        self.checkpoints.wait()  # a write must end even where a lost device leaves no line
         self.lines.write()
         self.checkpoints.require_saved(self.state, self.updated)
 

@@ -19,6 +19,7 @@ from ringfa3.bench.common.cases import (
     short,
 )
 from ringfa3.bench.common.scores import TIMED, UNTIMED
+from ringfa3.masks.mask import Mask
 
 # Sets with implementations of their own, and the direction of each; None: both. They run one at a
 # time.
@@ -26,10 +27,11 @@ ABLATION = "ablation"  # against the kernel without some of its optimisations
 MERGE = "merge"  # against other epilogues of a hop
 DETERMINISTIC = "deterministic"  # with deterministic=True and without
 FP8, INT8 = "fp8", "int8"  # with 8-bit operands and without
-# The same in the backward, by precision.
+# The same in the backward: the precision of each set.
 QUANTISED_BACKWARD = {"fp8-backward": FP8, "int8-backward": INT8}
 BELOW = "below"  # head dims below a kernel's own, and with columns of zeros up to it
 SINKS = "sinks"  # with a sink and without
+SPANS = "spans"  # masks that no other implementation here takes
 OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     ABLATION: FORWARD,
     MERGE: FORWARD,
@@ -39,6 +41,7 @@ OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     **dict.fromkeys(QUANTISED_BACKWARD, BACKWARD),
     BELOW: None,
     SINKS: None,
+    SPANS: None,
 }
 SCORES = "scores"
 HOST = "host"  # its rows are times of the host; it runs alone, too
@@ -180,6 +183,54 @@ def sinks(shrink: int) -> Iterable[Case]:
         yield replace(case, label=f"{case.label}, {label}")
 
 
+def spans(shrink: int) -> Iterable[Case]:
+    """Images in a causal sequence, trees, first keys beside a window, random blocks; each followed
+    by a causal sequence of equal FLOPs, the window by itself."""
+    tokens = 64 * K // shrink
+    for label, mask in span_masks(shrink).items():
+        yield (case := of_spans(label, mask))
+        if label.startswith("window"):
+            window = (K // shrink - 1, 0)
+            alone = dense(SPANS, 1, tokens, (32, 8), 128, window)
+            yield replace(alone, label="without first keys", equal_flops_of=label)
+        else:
+            yield causal_beside(case)
+    yield (case := of_spans("causal as a mask", Mask.documents(tokens)))
+    yield causal_beside(case)
+
+
+def causal_beside(case: Case) -> Case:
+    """`causal_of_equal_flops`, named after its mask: those of two masks may be equally long."""
+    causal = causal_of_equal_flops(case)
+    return replace(causal, label=f"{causal.label} for {case.label}")
+
+
+def of_spans(label: str, mask: Mask) -> Case:
+    return Case(SPANS, label, (mask.q_tokens,), 32, 8, 128, FULL, packed=True, spans=mask)
+
+
+def span_masks(shrink: int) -> dict[str, Mask]:
+    """By label."""
+    tokens, size = 64 * K // shrink, max(1, 256 // shrink)
+    begins = [i * tokens // 100 for i in range(100)]
+    lengths = [4 * K // shrink, *[K // shrink] * 16]
+    blocks, width = tokens // max(1, 128 // shrink), max(1, 128 // shrink)
+    rng = random.Random(1)
+    visible = {(i, i) for i in range(blocks)}  # every query attends to a key
+    while len(visible) < blocks * blocks // 8:
+        visible.add((rng.randrange(blocks), rng.randrange(blocks)))
+    rows, columns = zip(*sorted(visible), strict=True)
+    window = (K // shrink - 1, 0)
+    return {
+        "100 images": Mask.documents(tokens).with_bidirectional(
+            begins, [begin + size for begin in begins]
+        ),
+        "8 trees of 4k + 16 x 1k": Mask.pack([Mask.tree(lengths, [-1] + [0] * 16)] * 8),
+        "window and 4 first keys": Mask.documents(tokens, window_size=window, first_keys=4),
+        "blocks of 128, 1 in 8": Mask.blocks(rows, columns, width, tokens),
+    }
+
+
 def quantised(set_name: str, shrink: int) -> Iterable[Case]:
     """16k tokens, hidden size 2048, scores of 1 and 4 nats; documents of 1k to 64k and a window of
     4k, each followed by a causal sequence of equal FLOPs."""
@@ -225,6 +276,7 @@ SETS: dict[str, Callable[[int], Iterable[Case]]] = {
     **{name: partial(quantised_backward, name) for name in QUANTISED_BACKWARD},
     BELOW: below,
     SINKS: sinks,
+    SPANS: spans,
 }
 
 

@@ -34,7 +34,9 @@ class QuantisedRingFA3:
 
     def prepare(self, problem: Problem) -> PreparedRun:
         if problem.direction != FORWARD:
-            raise UnsupportedCaseError("the operands are of the forward alone")
+            raise UnsupportedCaseError(
+                "only the forward has operands that are quantised in advance"
+            )
         require_kernel(problem, self.precision)
         case = problem.case
         q, k, v = (x.flatten(0, -3) for x in problem.inputs)

@@ -23,6 +23,7 @@ from ringfa3.bench.attention.cases import (
     QUANTISED_BACKWARD,
     SCORES,
     SINKS,
+    SPANS,
     select,
 )
 from ringfa3.bench.attention.cudnn_fp8 import NAME as CUDNN_FP8
@@ -212,7 +213,8 @@ def _with_own_implementations(
     """As `_implementations`, for a set of `OWN_IMPLEMENTATIONS`."""
     smoke = device.type == "cpu"
     for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
-        if given is not None and (smoke or name in (ABLATION, MERGE, SINKS, *QUANTISED_BACKWARD)):
+        own = ABLATION, MERGE, SINKS, SPANS, *QUANTISED_BACKWARD
+        if given is not None and (smoke or name in own):
             where = " on the CPU" if smoke else ""
             raise BenchError(f"--{option} is not used by --set {name}{where}")
     if name == DETERMINISTIC:
@@ -245,6 +247,8 @@ def _with_own_implementations(
     if name == BELOW:
         found, missing = ([], []) if smoke else _flash_attentions(options)
         return [RingFA3(), ZeroColumns(), *found], missing
+    if name == SPANS:
+        return [RingFA3()], []
     if name == SINKS:
         return [RingFA3(f"{RINGFA3} with a sink", sink=FAR_BELOW), RingFA3()], []
     return [Epilogue(kind) for kind in EPILOGUES], []
@@ -259,7 +263,7 @@ def planned_rows(
     cases = [
         case
         for case in select(options.sets, options.head_dims, shrink)
-        if case.set == "masks" or max(case.lengths) * shrink >= options.shortest
+        if case.set in ("masks", SPANS) or max(case.lengths) * shrink >= options.shortest
     ]
     planned: list[tuple[Case, str]] = []
     missing: dict[tuple[str, str], list[int]] = {}

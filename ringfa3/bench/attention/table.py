@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rich.markup import escape
 from rich.table import Table
 
+from ringfa3.bench.attention.cases import SPANS
 from ringfa3.bench.common.implementations import FA3
 from ringfa3.bench.common.report import row_line, row_name
 from ringfa3.bench.common.results import (
@@ -46,7 +47,7 @@ def attention_tables(results: Results) -> Iterator[Table]:
             table.add_column(error_heading(rows, name), justify="right")
         block = None
         for row in rows:
-            here = (row.set, row.head_dim, row.mask if row.set != "masks" else "")
+            here = (row.set, row.head_dim, row.mask if row.set not in ("masks", SPANS) else "")
             if block not in (None, here):
                 table.add_section()
             block = here

@@ -20,6 +20,7 @@ import torch
 
 from ringfa3.bench.common.cases import FORWARD
 from ringfa3.bench.common.problem import GRADIENTS, Outputs, Problem
+from ringfa3.masks.mask import Mask
 
 FACTOR, SLACK = 2.0, 1e-5
 ROUNDED_O = 2.0  # times the factor, for gradients of shaped scores
@@ -199,10 +200,14 @@ def attention(
     for begin in range(0, n, step):
         chunk = slice(begin, begin + step)
         q = here["q"][chunk].detach().requires_grad_(backward)
-        row0, window = begin + aligned, problem.case.window
+        row0, window, spans = begin + aligned, problem.case.window, problem.case.spans
         seen = _visible_keys(row0, len(q), len(k), window)
         k_seen, v_seen = (x[seen].detach().requires_grad_(backward) for x in (k, v))
-        out = _attend(q, k_seen, v_seen, row0 - seen.start, window, float32_scores)
+        if spans is None:
+            hidden = _hidden(row0 - seen.start, len(q), len(k_seen), window, q.device)
+        else:
+            hidden = ~_visible(spans, begin, len(q), q.device)
+        out = _attend(q, k_seen, v_seen, hidden, float32_scores)
         if backward:
             dq, *dkv = torch.autograd.grad(out, (q, k_seen, v_seen), here["dout"][chunk])
             for total, gradient in zip(sums, dkv, strict=True):
@@ -222,25 +227,44 @@ def _visible_keys(row0: int, rows: int, keys: int, window: tuple[int, int]) -> s
     return slice(begin, max(begin + 1, end))
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    row0: int,
-    window: tuple[int, int],
-    float32_scores: bool,
+def _hidden(
+    row0: int, rows: int, keys: int, window: tuple[int, int], device: torch.device
 ) -> torch.Tensor:
-    """Rows q (m, g, d), the first with its diagonal at key `row0`, on k, v (n, d): (m, g, d)."""
-    wide = torch.float32 if float32_scores else q.dtype
-    scores = torch.einsum("mgd,nd->gmn", q.to(wide), k.to(wide)) * q.shape[-1] ** -0.5
-    row = torch.arange(row0, row0 + len(q), device=q.device)[:, None]
-    distance = torch.arange(len(k), device=q.device) - row
+    """(rows, keys) bool of a window; the diagonal of the first row is at key `row0`."""
+    row = torch.arange(row0, row0 + rows, device=device)[:, None]
+    distance = torch.arange(keys, device=device) - row
     left, right = window
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if left >= 0:
         hidden |= distance < -left
     if right >= 0:
         hidden |= distance > right
+    return hidden
+
+
+def _visible(mask: Mask, row0: int, rows: int, device: torch.device) -> torch.Tensor:
+    """(rows, keys) bool: the keys of rows [row0, row0 + rows) of a mask."""
+    visible = torch.zeros(rows, mask.k_tokens, dtype=torch.bool, device=device)
+    spans = mask.diagonal_spans
+    here = spans[(spans[:, 0] < row0 + rows) & (spans[:, 1] > row0)]
+    for q0, q1, k0, k1, lo, hi in here.tolist():
+        row = torch.arange(max(q0, row0), min(q1, row0 + rows), device=device)[:, None]
+        diagonal = torch.arange(k0, k1, device=device) - row
+        inside = slice(max(q0, row0) - row0, min(q1, row0 + rows) - row0)
+        visible[inside, k0:k1] |= (diagonal >= lo) & (diagonal <= hi)
+    return visible
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    hidden: torch.Tensor,
+    float32_scores: bool,
+) -> torch.Tensor:
+    """Rows q (m, g, d) on k, v (n, d) where `hidden` (m, n) is False: (m, g, d)."""
+    wide = torch.float32 if float32_scores else q.dtype
+    scores = torch.einsum("mgd,nd->gmn", q.to(wide), k.to(wide)) * q.shape[-1] ** -0.5
     p = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype)
     return torch.einsum("gmn,nd->mgd", p, v)
 

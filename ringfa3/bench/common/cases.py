@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from ringfa3.masks.mask import Mask
 from ringfa3.planning.tile_schedule import Table
 from ringfa3.planning.tiling import plan_local
 
@@ -29,6 +30,8 @@ class Case:
     equal_flops_of  label of the case whose baseline this causal sequence of equal FLOPs is
     keys            of each sequence of a batch; None: as many as its tokens
     scores          a key of `scores.SCORES`; None: inputs are standard normal
+    spans           the mask of one packed sequence, in which every query attends to a key; None:
+                    `window` decides
     """
 
     set: str
@@ -42,6 +45,7 @@ class Case:
     equal_flops_of: str | None = None
     keys: tuple[int, ...] | None = None
     scores: str | None = None
+    spans: Mask | None = None
 
     @property
     def key_lengths(self) -> tuple[int, ...]:
@@ -53,11 +57,13 @@ class Case:
 
     @property
     def causal(self) -> bool:
-        return self.window == CAUSAL
+        return self.window == CAUSAL and self.spans is None
 
     @property
     def mask(self) -> str:
-        """One of "causal", "full" and "window LEFT"."""
+        """One of "causal", "full", "window LEFT" and "spans"."""
+        if self.spans is not None:
+            return "spans"
         if self.window in (CAUSAL, FULL):
             return "causal" if self.causal else "full"
         return f"window {self.window[0]}"
@@ -70,6 +76,8 @@ class Case:
     @cached_property
     def pairs(self) -> int:
         """Visible (query, key) pairs of one head, from the plan's spans."""
+        if self.spans is not None:
+            return self.spans.pairs
         rows, keys = (np.array(n, np.int64) for n in (self.lengths, self.key_lengths))
         tiling = plan_local(rows, keys, *self.window).forward(128)[0]
         return visible_pairs(tiling.spans)
@@ -113,6 +121,7 @@ def causal_of_equal_flops(case: Case) -> Case:
         lengths=(seqlen,),
         window=CAUSAL,
         packed=False,
+        spans=None,
         equal_flops_of=case.label,
     )
 

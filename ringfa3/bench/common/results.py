@@ -109,7 +109,8 @@ class Row:
     @classmethod
     def of(cls, case: Case, direction: str, dtype: str, implementations: Sequence[str]) -> Row:
         """The row of a case, without measurements."""
-        of_case = {f.name: getattr(case, f.name) for f in fields(case)} | {
+        names = [f.name for f in fields(case) if f.name != "spans"]  # the label names them
+        of_case = {name: getattr(case, name) for name in names} | {
             "lengths": list(case.lengths),
             "keys": case.keys and list(case.keys),
         }

@@ -186,12 +186,13 @@ def test_a_prompt_comes_from_stdin_and_samples_differ(pretrain, trained_run):
     ("arguments", "world", "message"),
     [
         ([], "2", "mode=generate under torchrun: one process writes text"),
+        (["mode=export", "export.dir=/nowhere"], "2", "under torchrun: one process writes the fo"),
         (["model=tiny"], "1", "takes the model and its settings from the run"),
         (["generate.checkpoint=/nowhere"], "1", "/nowhere"),
         (["model.dim=64"], "1", "does not fit this model"),
         (["generate.top_p=1.5"], "1", "nearest valid: generate.top_p=1"),
     ],
-    ids=["torchrun", "group", "checkpoint", "shape", "top_p"],
+    ids=["torchrun", "export", "group", "checkpoint", "shape", "top_p"],
 )
 def test_an_impossible_generation_exits_2(
     pretrain, trained_run, monkeypatch, arguments, world, message

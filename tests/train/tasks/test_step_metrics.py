@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from tests.train.jobs import events, steps
-from tests.train.trainers import make_trainer
+from tests.train.trainers import make_trainer, shrink
 from train.data.shards import open_corpus
 from train.engine.parallel import ParallelLayout
+from train.engine.stored_checkpoint import checkpoints_in
 from train.engine.time_split import CATEGORIES, TimeSplit
 from train.estimate.job import Job
 from train.estimate.prediction import Prediction, predict
@@ -233,3 +234,19 @@ def test_a_line_is_written_when_any_thread_returns(config):
     for thread in threads:
         thread.join()
     assert seen == [[1], [1]]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_stop_ends_a_checkpoint_although_no_line_can_be_written(config):
+    """As where a device is lost: the process exits after the error."""
+    trainer = make_trainer(shrink(config))
+    trainer.checkpoints.save(trainer.state)
+    error = RuntimeError("device lost")
+    with (
+        mock.patch.object(trainer.lines, "write", side_effect=error),
+        pytest.raises(RuntimeError, match="device lost"),
+    ):
+        trainer._save_at_once()
+    assert trainer.checkpoints._writing is None
+    assert list(checkpoints_in(trainer.folder.checkpoints)) == [0]
+    trainer.close()
