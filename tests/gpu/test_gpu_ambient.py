@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from ringfa3 import host
