@@ -87,6 +87,15 @@ def inputs_of(case: Case, seed: int, heads: tuple[int, int]) -> list[torch.Tenso
     return [q[: case.allowed.shape[0]], *(x[: case.allowed.shape[1]] for x in (k, v))]
 
 
+def repeated(case: Case, x: torch.Tensor) -> torch.Tensor:
+    """x of all keys, where those in no pair have the values of their rank's first key in one."""
+    x, seen = x.clone(), case.allowed.any(0)
+    for at, _ in case.placed_keys():
+        rows, some = torch.as_tensor(at), seen[at]
+        x[rows[~some]] = x[rows[some][0]].clone() if some.any() else torch.zeros_like(x[0])
+    return x
+
+
 def rounded_inputs(
     case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, precision: str
 ) -> list[torch.Tensor]:
@@ -95,6 +104,8 @@ def rounded_inputs(
     K and V are rounded as every rank rounds its own.
     """
     formats, placed = FORMATS[precision], case.placed_keys()
+    if case.plan.mask is not None:
+        k, v = repeated(case, k), repeated(case, v)
     parts = [ChannelStatistics.of(k[at], v[at]) for at, _ in placed]
     centres = KVCentres.of(ChannelStatistics.combine(parts), formats)
     queries = quantise_q(case.plan.shard(q), centres, formats)
