@@ -168,7 +168,8 @@ def flash_attn_varlen_func(
         check_call(flash_attn_varlen_func, positional, neutral)
     check_max_seqlen("max_seqlen_q", max_seqlen_q)  # the plan has every length
     check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    padded = (seqused_q, seqused_k, cu_seqlens_q_padded, cu_seqlens_k_padded) != (None,) * 4
+    padding = seqused_q, seqused_k, cu_seqlens_q_padded, cu_seqlens_k_padded
+    padded = any(x is not None for x in padding)
     if not padded and not torch.compiler.is_compiling() and host.attend_varlen is not None:
         results: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = host.attend_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, deterministic,

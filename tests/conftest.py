@@ -22,7 +22,7 @@ from tests.support.ranks import Ranks
 # Every run has the same examples; HYPOTHESIS_PROFILE=explore tries many new ones.
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
-    "suite", deadline=None, derandomize=True, max_examples=100, suppress_health_check=slow
+    "suite", deadline=None, derandomize=True, max_examples=200, suppress_health_check=slow
 )
 settings.register_profile(
     "explore", deadline=None, max_examples=2000, print_blob=True, suppress_health_check=slow

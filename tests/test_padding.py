@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,9 +93,39 @@ def test_padding_compiles() -> None:
         ({"cu_seqlens_k_padded": [0, 5, 11]}, "cu_seqlens_k ends at 11, but there are 9"),
         ({"cu_seqlens_k_padded": [0, 5, 9], "seqused_k": [5, 4]}, "give one of them"),
         ({"seqused_q": [5, 4], "precision": "fp8"}, "precision='fp8' with seqused"),
+        ({"cu_seqlens_q": [2, 5, 9], "seqused_q": [3, 4]}, "cu_seqlens_q must start with 0"),
+        ({"cu_seqlens_q": [-2, 5, 9], "seqused_q": [3, 4]}, "cu_seqlens_q must start with 0"),
+        ({"cu_seqlens_k": [1, 4, 7], "cu_seqlens_k_padded": [0, 5, 9]}, "_k must start with 0"),
+        ({"cu_seqlens_k_padded": [1, 5, 9]}, "cu_seqlens_k_padded must start with 0"),
+        ({"cu_seqlens_k_padded": [0, 9, 8]}, "cu_seqlens_k_padded must not decrease"),
+        ({"cu_seqlens_q": [], "seqused_q": []}, "hold at least one number"),
+        ({"cu_seqlens_k": [0, 3, 5, 9], "seqused_q": [5, 4]}, "queries have 2 .* keys have 3"),
     ],
 )
 def test_what_is_wrong_with_padding_is_named(more: dict[str, object], message: str) -> None:
     q = torch.ones(9, 1, 64)
+    cu = {"cu_seqlens_q": [0, 5, 9], "cu_seqlens_k": [0, 5, 9]}
     with pytest.raises((TypeError, ValueError), match=message):
-        flash_attn_varlen_func(q, q, q, [0, 5, 9], [0, 5, 9], **more)
+        flash_attn_varlen_func(q, q, q, **(cu | more))
+
+
+@pytest.mark.parametrize("cu", [[0, 5, 9], [1, 5, 9]])
+def test_wrong_padding_raises_under_a_compiler(cu: list[int]) -> None:
+    """Of another number of sequences, and lengths that do not begin with 0."""
+    q, used = torch.ones(9, 1, 64), torch.tensor([3] if cu[0] == 0 else [3, 4])
+
+    def call(cu: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+        return flash_attn_varlen_func(q, q, q, cu, cu, seqused_q=used, seqused_k=used)
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"has 1 sequences|must start with 0"):
+        torch.compile(call, backend="aot_eager")(torch.tensor(cu), used)
+
+
+def test_arrays_of_numpy_name_padding() -> None:
+    q = torch.randn(9, 1, 64)
+    made = [
+        flash_attn_varlen_func(q, q, q, [0, 5, 9], [0, 5, 9], seqused_q=used, seqused_k=used)
+        for used in (np.array([3, 4]), [3, 4])
+    ]
+    assert torch.equal(*made)

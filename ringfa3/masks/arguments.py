@@ -62,7 +62,7 @@ def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> Ints:
             f"{name}={shown(values)}: give whole numbers, finite ones, of shape {shape}, where -1 "
             "is any length"
         ) from problem
-    if array.size == 0:
+    if array.size == 0 and (-1 in shape or 0 in shape):
         return np.zeros([0 if n < 0 else n for n in shape], np.int64)
     if array.ndim != len(shape) or any(
         n not in (m, -1) for m, n in zip(array.shape, shape, strict=True)

@@ -161,12 +161,9 @@ class Mask:
                 f"cu has {len(lengths)} documents, cu_k has {len(keys)}: they must be equal"
             )
         sizes = token_counts(int(lengths.sum()), int(keys.sum()))
-        if seqused_k is None and cu_k is None:
-            seqused_k = seqused_q
-        used = (
-            tokens_in_use("seqused_q", seqused_q, lengths),
-            tokens_in_use("seqused_k", seqused_k, keys),
-        )
+        used_q = tokens_in_use("seqused_q", seqused_q, lengths)
+        same = seqused_k is None and cu_k is None
+        used = used_q, used_q if same else tokens_in_use("seqused_k", seqused_k, keys)
         begin = np.cumsum(lengths) - lengths, np.cumsum(keys) - keys
         spans = document_spans(*begin, *used, causal, window_size, first_keys, chunk)
         return cls._of(spans, *sizes, ranges(lengths), None if cu_k is None else ranges(keys))

@@ -1,4 +1,4 @@
-"""Padding behind packed sequences, as sequences of its own: its rows see nothing, nobody its keys.
+"""Padding after packed sequences, as sequences of its own: no pair has its rows or its keys.
 
 Sequence i with padding becomes three: its tokens in use, padded queries without keys, padded keys
 without queries. So no token moves, and causal diagonals end at the last query and key in use.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ringfa3.tensor_cache import TensorCache
-from ringfa3.validation import check_cu_seqlens, whole_numbers
+from ringfa3.validation import check_cu_seqlens, sequence_lengths, whole_numbers
 
 Numbers = torch.Tensor | Sequence[int]
 
@@ -31,38 +31,45 @@ def separate_padding(
 
     Raises ValueError, TypeError: one is no list of such numbers, or they do not fit each other.
     """
-    q_used, q_end = _ends("q", *q)
-    k_used, k_end = _ends("k", *k)
-    starts = q_end.new_zeros(1)
+    q_start, q_used, q_end = _ends("q", *q)
+    k_start, k_used, k_end = _ends("k", *k)
+    if len(q_end) != len(k_end):
+        raise ValueError(
+            f"queries have {len(q_end)} sequences, keys have {len(k_end)}: they must be equal"
+        )
     return (
-        torch.cat((starts, torch.stack((q_used, q_end, q_end), 1).flatten())),
-        torch.cat((starts, torch.stack((k_used, k_used, k_end), 1).flatten())),
+        torch.cat((q_start, torch.stack((q_used, q_end, q_end), 1).flatten())),
+        torch.cat((k_start, torch.stack((k_used, k_used, k_end), 1).flatten())),
     )
 
 
 def _ends(
     side: str, cu: Numbers, used: Numbers | None, padded: Numbers | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n,) each: where the tokens in use of each sequence end, and where its padding does."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(1,) 0, then (n,) each: where the tokens in use of each sequence end, and its padding does.
+
+    Under a compiler there are no values: the op checks that the first is 0, and that none falls.
+    """
     name, used_name = f"cu_seqlens_{side}", f"seqused_{side}"
     if used is not None and padded is not None:
         raise ValueError(
             f"{used_name} and {name}_padded both say which tokens are padding: give one of them"
         )
-    given = _numbers(name, cu)
-    cumulative = given if padded is None else _numbers(f"{name}_padded", padded)
+    given = _cumulative(name, cu)
+    cumulative = given if padded is None else _cumulative(f"{name}_padded", padded)
+    start = given[:1].abs() + cumulative[:1].abs()
     if used is not None:
         lengths = _numbers(used_name, used)
     else:
         used_name, lengths = name, given.diff()
     begin, end = cumulative[:-1], cumulative[1:]
-    if torch.compiler.is_compiling():  # there are no values: the op reads them, and checks them
-        return begin + lengths, end
     if len(lengths) != len(begin):
         raise ValueError(
             f"{used_name} has {len(lengths)} sequences, the cumulative lengths with padding have "
             f"{len(begin)}: they must be equal"
         )
+    if torch.compiler.is_compiling():
+        return start, begin + lengths, end
     wrong = ((lengths < 0) | (lengths > end - begin)).nonzero()
     if len(wrong):
         i = int(wrong[0])
@@ -70,7 +77,15 @@ def _ends(
             f"{used_name}: sequence {i} uses {int(lengths[i])} of {int(end[i] - begin[i])} tokens: "
             "give at least 0, at most all"
         )
-    return begin + lengths, end
+    return start, begin + lengths, end
+
+
+def _cumulative(name: str, values: Numbers) -> torch.Tensor:
+    """`_numbers`. Raises ValueError: they do not begin with 0, or fall."""
+    found = _numbers(name, values)
+    if not torch.compiler.is_compiling():
+        sequence_lengths(name, found.tolist())
+    return found
 
 
 def _numbers(name: str, values: Numbers) -> torch.Tensor:

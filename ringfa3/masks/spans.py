@@ -81,6 +81,15 @@ def _below(rows: Ints, columns: Ints, diagonal: Ints) -> Ints:
     return cells
 
 
+def attended(spans: Ints, k_tokens: int) -> Bools:
+    """(k_tokens,): keys of some pair. Spans are diagonal ones, with at least a pair each."""
+    q0, q1, k0, k1, lo, hi = spans.T
+    change = np.zeros(k_tokens + 1, np.int64)
+    np.add.at(change, np.maximum(k0, q0 + lo), 1)
+    np.add.at(change, np.minimum(k1, q1 + hi), -1)
+    return change[:-1].cumsum() > 0
+
+
 def pairs_by_row(spans: Ints, rows: int) -> Ints:
     """(rows,) columns to which each row attends."""
     q0, q1, k0, k1, lo, hi = local_bands(spans).T

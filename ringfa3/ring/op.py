@@ -39,7 +39,12 @@ from ringfa3.ring.prepare_call import (
     raise_on_all_ranks,
 )
 from ringfa3.ring.process_group import is_fake
-from ringfa3.ring.quantised_forward import gather_centres, local_tiles, run_quantised_forward
+from ringfa3.ring.quantised_forward import (
+    gather_centres,
+    local_tiles,
+    repeat_attended,
+    run_quantised_forward,
+)
 from ringfa3.straight_through import forward_centres, straight_through
 from ringfa3.validation import (
     TRANSPORTS,
@@ -158,6 +163,7 @@ def ring_attention(
     if precision == "native":
         return run_forward(q, k, v, scale, call, sink)
     with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
+        k, v = repeat_attended(call.plan, k, v)
         out, lse, centres = run_quantised_forward(
             q, k, v, call.plan, scale, precision, call.messages
         )
@@ -251,6 +257,8 @@ def ring_attention_backward(
         call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
         with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
             kernel = select_quantised(q, precision)
+            k, v = repeat_attended(call.plan, k, v)
+            inputs = dout, dlse, q, k, v, out, lse, sink
             centres = forward_centres.get(lse) if call.plan.world == 1 else None
             if centres is None:
                 centres = gather_centres(kernel, k, v, call.plan, call.messages)

@@ -11,11 +11,14 @@ launch after the first reads and writes partial outputs in float32, four bytes f
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import numpy as np
 import torch
 
 from ringfa3.kernels.dispatch import QuantisedForward, select_quantised
 from ringfa3.kernels.reference import accum_dtype
+from ringfa3.masks.spans import attended
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.planning.sharding import Ints
@@ -28,6 +31,11 @@ from ringfa3.ring.p2p_pass import KV, STATISTICS, Blocks, Messages
 # the messages of that many hops take less time than hop 0 of a causal document, even at 50 GB/s.
 ROWS_PER_HOP = 16384
 MAX_HOPS = 3  # of a launch: their K/V are in memory twice, as they came and as operands
+
+# Of a plan with a Mask, by device: rows of keys in no pair, and the first row of a key in some.
+_unattended: WeakKeyDictionary[ContextPlan, dict[torch.device, tuple[torch.Tensor, int | None]]] = (
+    WeakKeyDictionary()
+)
 
 
 def run_quantised_forward(
@@ -84,6 +92,30 @@ def run_quantised_forward(
         if moving is not None:
             moving.wait()
     return out, lse, centres
+
+
+def repeat_attended(
+    plan: ContextPlan, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v (n, hk, d), where keys in no pair of the mask repeat one that is in some.
+
+    Their own values, of padding for example, would count in means and scales, and so in the error
+    of all others. A rank that has no key of any pair has zeros.
+    """
+    if plan.mask is None:
+        return k, v
+    kept = _unattended.setdefault(plan, {})
+    if k.device not in kept:
+        some = attended(plan.mask.diagonal_spans, plan.mask.k_tokens)[plan._key_index]
+        first = int(some.argmax()) if some.any() else None
+        kept[k.device] = torch.from_numpy(np.flatnonzero(~some)).to(k.device), first
+    index, first = kept[k.device]
+    if not len(index):
+        return k, v
+    if first is None:
+        return torch.zeros_like(k), torch.zeros_like(v)
+    source = index.new_full((len(index),), first)
+    return tuple(x.index_copy(0, index, x.index_select(0, source)) for x in (k, v))  # type: ignore[return-value]
 
 
 def local_tiles(plan: ContextPlan) -> KeyTiles:

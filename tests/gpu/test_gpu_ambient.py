@@ -7,14 +7,12 @@ three times under a state and outside: the host library records the second and r
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from ringfa3 import host
-from tests.gpu.test_gpu_ring import spawn
+from tests.gpu.test_gpu_ring import join, spawn
 from tests.support import ambient
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -39,9 +37,7 @@ def test_one_gpu_computes_the_same_bits(state: str, state_first: bool) -> None:
 
 
 def _worker(rank: int, world: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    join(rank, world, port)
     unequal = []
     for number, state in enumerate(OF_RINGS):
         for state_first in (True, False):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Sequence
-from datetime import timedelta
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ import torch.distributed as dist
 
 from ringfa3 import flash_attn_mask_func, plan_context, ring_attn_func
 from ringfa3.kernels import dispatch
-from tests.gpu.test_gpu_ring import spawn
+from tests.gpu.test_gpu_ring import join, spawn
 from tests.support.dense import attention, attention_with_sink, gradients
 from tests.support.masks import Union, random_union
 
@@ -95,9 +93,7 @@ def test_random_masks_hold_the_gate() -> None:
 
 
 def _worker(rank: int, world: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    join(rank, world, port)
     rng = random.Random(world)
     for number in range(50):
         union, given = case_of(rng, number)

@@ -41,10 +41,15 @@ def plain_attention(
     return torch.cat(outs)
 
 
-def _worker(rank: int, world: int, port: int) -> None:
+def join(rank: int, world: int, port: int) -> None:
+    """Makes NCCL's default group of `world` processes of this host, each on the GPU of its rank."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+
+
+def _worker(rank: int, world: int, port: int) -> None:
+    join(rank, world, port)
     rng = random.Random(world)
     for case in range(24):
         dtype = rng.choice((torch.bfloat16, torch.float16))
@@ -87,9 +92,7 @@ def _worker_in_8_bits(rank: int, world: int, port: int) -> None:
 
     The gradients go over `auto`, whose windows cut tiles of keys, and over nccl.
     """
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    join(rank, world, port)
     for precision, d, transport, window in (
         ("fp8", 128, "auto", (-1, -1)),
         ("int8", 128, "nccl", (-1, -1)),

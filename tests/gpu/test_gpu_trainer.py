@@ -80,11 +80,7 @@ def test_the_steps_are_those_of_uncompiled_ddp(arguments, expected, tmp_path, ke
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_reduction_of_every_micro_batch_saves_whole_gradients(arguments, tmp_path):
-    """model=1b: 1.24e9 gradients of 4 bytes. The other GPU has half of them.
-
-    The driver counts cached memory, too. So of all gradients 40% at least are saved, and no more
-    than all: two H200 measured 4.34e9 bytes.
-    """
+    """model=1b: 1.24e9 gradients of 4 bytes, half of them on the other GPU. 20% are allowed."""
     found = {}
     for reduce in ("micro", "step"):
         keys = ["engine=fsdp2", f"engine.reduce={reduce}", "memory=recompute", "train.steps=3"]
@@ -92,8 +88,7 @@ def test_a_reduction_of_every_micro_batch_saves_whole_gradients(arguments, tmp_p
         keys += ["model=1b", "data.seq_len=8192"]
         run(tmp_path / reduce, *arguments, *keys)
         found[reduce] = memory_of(tmp_path / reduce)
-    whole = 4 * 1.24e9
-    assert 0.4 * whole <= found["step"] - found["micro"] <= whole, found
+    assert found["step"] - found["micro"] == pytest.approx(4 * 1.24e9 / 2, rel=0.2)
 
 
 @pytest.mark.parametrize("compile", ["none", "block"])

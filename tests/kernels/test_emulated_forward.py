@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -101,7 +102,17 @@ def test_nan_and_inf_stay_in_their_document(emulated: Machine, dtype: torch.dtyp
         assert torch.equal(outs[0][here], outs[1][here]), f"document {i}"
 
 
-@pytest.mark.parametrize("check", checks.OF_HOPS, ids=lambda check: check.__name__)
+OFFSETS = checks.hops_with_offset_scores_hold_the_gate
+OF_HOPS = [
+    pytest.param(partial(OFFSETS, combinations="pairs"), id="offset scores"),
+    pytest.param(
+        partial(OFFSETS, combinations="others"), id="offset scores, others", marks=pytest.mark.soak
+    ),
+    *(pytest.param(check, id=check.__name__) for check in checks.OF_HOPS if check is not OFFSETS),
+]
+
+
+@pytest.mark.parametrize("check", OF_HOPS)
 @pytest.mark.parametrize(("dtype", "d"), SHAPES)
 def test_hops_merge_wherever_their_scores_lie(
     emulated: Machine, check: Callable[..., None], dtype: torch.dtype, d: int

@@ -236,6 +236,7 @@ def test_a_mask_is_a_value() -> None:
         (lambda: Mask.documents([0, 3], seqused_q=[4]), "seqused_q: document 0 uses 4 of 3 tokens"),
         (lambda: Mask.documents(3, 5, seqused_k=[-1]), "seqused_k: document 0 uses -1 of 5"),
         (lambda: Mask.documents([0, 3, 4], seqused_q=[2]), r"seqused_q has shape \(1,\): give"),
+        (lambda: Mask.documents([0, 3, 4], seqused_q=[]), r"seqused_q has shape \(0,\): give"),
         (lambda: Mask.documents([0, 3], chunk=0), "chunk=0: each must be at least 1"),
         (lambda: Mask.documents(8, chunk=2.0), "chunk=2.0: give a whole number"),
         (lambda: Mask.documents(8, first_keys=True), "first_keys=True: give a whole number"),
@@ -273,3 +274,9 @@ def test_a_mask_is_a_value() -> None:
 def test_what_is_wrong_is_named(make: object, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make()  # type: ignore[operator]
+
+
+def test_an_iterator_of_tokens_in_use_is_read_once() -> None:
+    assert Mask.documents([0, 3, 7], seqused_q=iter([2, 1])) == Mask.documents(
+        [0, 3, 7], seqused_q=[2, 1]
+    )

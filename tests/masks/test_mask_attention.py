@@ -180,3 +180,21 @@ def test_layers_of_two_masks_share_the_tokens_of_one_plan() -> None:
     for mask, allowed in ((full, causal | image), (local, causal & (r - c <= 3) | image)):
         got = ring_results(plan.with_mask(mask), given, deterministic=True)
         assert worst(list(zip(got, dense_results(allowed, given), strict=True))) < EXACT
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_keys_in_no_pair_change_no_bit_in_8_bits(precision: str) -> None:
+    """Padding of any size: it counts neither in means nor in scales. Gradients too."""
+    torch.manual_seed(0)
+    mask, results = Mask.documents([0, 400, 700], seqused_q=[300, 200]), []
+    q, k, v = (torch.randn(700, 2, 64).bfloat16() for _ in range(3))
+    padding = ~torch.from_numpy(mask.dense().any(0))
+    assert padding.any()
+    for value in (1.0, 1000.0, torch.nan):
+        k[padding] = v[padding] = value
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_mask_func(*leaves, mask, precision=precision)
+        assert isinstance(out, torch.Tensor)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))

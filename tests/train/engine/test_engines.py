@@ -40,8 +40,8 @@ from train.tasks.trainer import Trainer
 
 LIMIT_S = 60.0  # for one run, on a busy machine
 TIMEOUT_S = 77.0  # of the groups that an engine makes
-STEPS = 6
-SPOILED = 3  # this step is skipped
+STEPS = 12
+SPOILED = 4  # this step is skipped
 DDP = EngineConfig()
 FSDP2 = EngineConfig("fsdp2", shard="all", reduce="micro")
 ZERO = {f"zero-{n}": EngineConfig("deepspeed", stage=n, offload="none") for n in (1, 2, 3)}
@@ -222,13 +222,13 @@ def test_engines_take_the_same_steps(config, engines):
 
 @pytest.mark.parametrize("engines", SAME_STEPS)
 def test_a_tied_embedding_is_trained_by_both_of_its_uses(config, engines):
-    config.model.tied_embeddings, config.train.steps = True, 4
+    config.model.tied_embeddings, config.train.steps = True, 6
     check_alike(config, 2, engines, [2])
 
 
 def test_a_rank_may_hold_no_row_of_a_parameter(config):
     """Four ranks, and gains of two rows."""
-    config.model.head_dim, config.model.qk_norm, config.train.steps = 2, True, 4
+    config.model.head_dim, config.model.qk_norm, config.train.steps = 2, True, 5
     config.train.seed = 2  # of four ranks with as many counts of labels
     check_alike(config, 4, ENGINES, [2])
 
@@ -243,7 +243,7 @@ def test_a_rank_may_hold_no_row_of_a_parameter(config):
 def test_engines_take_the_same_steps_with_less_memory(config, engines):
     """Recomputation, the MLP in chunks, offload: steps are those of ddp with the same."""
     config.memory = MemoryConfig("attention-saving", mlp_chunk=64, loss_chunk=50, offload="all")
-    config.train.steps = 4
+    config.train.steps = 5
     check_alike(config, 2, engines, [2])
 
 
@@ -293,12 +293,12 @@ def test_hosts_hold_replicas_of_each_other(config):
 
     A checkpoint that only one of the hosts writes is whole: ddp continues from it.
     """
-    config.train.steps, config.optim.schedule_steps = 4, 6
+    config.train.steps, config.optim.schedule_steps = 5, 7
     host = EngineConfig("fsdp2", shard="hsdp")
     parts = {"parallel": dataclasses.replace(config.parallel, cp=2)}
     engines = {"ddp": DDP, "all": FSDP2, "host": host}
     configs = [variant(config, name, engine, **parts) for name, engine in engines.items()]
-    longer = dataclasses.replace(config.train, steps=6)
+    longer = dataclasses.replace(config.train, steps=7)
     configs += [dataclasses.replace(c, engine=DDP, train=longer) for c in (configs[0], configs[2])]
     by_rank = sacrifice(4, 60, _run_on_two_hosts, configs, limit=LIMIT_S * len(configs))
     ddp, all_, host_, undisturbed, continued = by_rank[0]
@@ -318,10 +318,10 @@ def _resume_all(_: dist.ProcessGroup, configs: list[Config]) -> list[list[tuple]
 
 def check_resumes(config: Config, world: int, engines: dict[str, EngineConfig]) -> None:
     """Runs saved under each engine on two ranks continue under each on ``world``, as ddp does."""
-    config.train.steps, config.optim.schedule_steps = 3, 3 + STEPS
+    config.train.steps, config.optim.schedule_steps = 5, 5 + STEPS
     saved = {name: variant(config, name, engine) for name, engine in engines.items()}
     sacrifice(2, 60, _resume_all, list(saved.values()), limit=LIMIT_S * len(saved))
-    longer = dataclasses.replace(config.train, steps=3 + STEPS)
+    longer = dataclasses.replace(config.train, steps=5 + STEPS)
     configs = []
     for before, old in saved.items():
         for after, engine in engines.items():
@@ -329,9 +329,9 @@ def check_resumes(config: Config, world: int, engines: dict[str, EngineConfig]) 
             shutil.copytree(old.run.dir, new.run.dir)
             configs.append(new)
     ddp, *others = sacrifice(world, 60, _resume_all, configs, limit=LIMIT_S * len(configs))[0]
-    assert len(ddp) == 3 + STEPS
+    assert len(ddp) == 5 + STEPS
     for other in others:
-        check_same_steps(ddp[3:], other[3:])
+        check_same_steps(ddp[5:], other[5:])
 
 
 def test_a_second_stage_takes_the_same_steps_under_each_engine(config):
@@ -377,7 +377,7 @@ RESUMES = [
 
 @pytest.mark.parametrize(("engines", "world"), RESUMES)
 def test_any_engine_continues_what_any_other_has_saved(config, engines, world):
-    """Saved on 2 ranks, continued on ``world``: 6 steps within 1e-5, with the same batches.
+    """Saved on 2 ranks, continued on ``world``: 12 steps within 1e-5, with the same batches.
 
     The reference is ddp that continues a run of ddp.
     """
