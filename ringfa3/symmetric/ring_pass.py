@@ -259,12 +259,12 @@ class SymmetricRingPass:
         The peers' contributions to dK/dV are added after it.
         """
         self._attend = attend
-        self._dkv: torch.Tensor | None = None
+        dkv: torch.Tensor | None = None
         if self._dkv_dtype is not None:  # allocated after the caller's tensors, which are larger
-            self._dkv = self._local[0].new_empty(self._dkv_shape, dtype=self._dkv_dtype)
-        self._issue(self._rest)
+            dkv = self._local[0].new_empty(self._dkv_shape, dtype=self._dkv_dtype)
+        self._issue(self._rest, dkv)
 
-    def _issue(self, steps: Iterable[Step]) -> None:
+    def _issue(self, steps: Iterable[Step], dkv: torch.Tensor | None = None) -> None:
         builder = current_builder()
         for prepared, work, tensors in steps:
             if builder is None:
@@ -274,33 +274,35 @@ class SymmetricRingPass:
             if work is None:
                 continue
             if builder is None:
-                self._backend.compute(work, partial(self._do, work, tensors))
+                self._backend.compute(work, partial(self._do, work, tensors, dkv))
             else:
-                self._do(work, tensors)
+                self._do(work, tensors, dkv)
 
-    def _do(self, work: Work, tensors: tuple[Any, ...]) -> None:
-        """Performs `work` on the tensors that `_prepare_steps` has made for it."""
+    def _do(self, work: Work, tensors: tuple[Any, ...], dkv: torch.Tensor | None) -> None:
+        """Performs `work` on the tensors that `_prepare_steps` has made for it.
+
+        dkv: (n, 2, hk, d) dK and dV of the rank's own keys; None in a forward.
+        """
         if isinstance(work, Publish):
             self._local_kv.publish(*self._local, *tensors)
         elif isinstance(work, AttendHop):
-            self._do_hop(work, tensors)
+            self._do_hop(work, tensors, dkv)
         elif isinstance(work, AttendGathered):
             k, v, *arrivals = tensors
             self._attend(0, HopTensors(k, v, arrivals=arrivals[0] if arrivals else None))
         elif isinstance(work, AddToSum):
             self._local_kv.add_returns(*tensors)
         else:
-            assert self._dkv is not None
+            assert dkv is not None
             (returns,) = tensors
             dtype = self._local[0].dtype
-            self.grads = self._local_kv.round_gradients(self._dkv, returns, dtype)
-            self._dkv = None  # no work follows: dQ may take its memory
+            self.grads = self._local_kv.round_gradients(dkv, returns, dtype)
 
-    def _do_hop(self, work: AttendHop, tensors: tuple[Any, ...]) -> None:
+    def _do_hop(self, work: AttendHop, tensors: tuple[Any, ...], dkv: torch.Tensor | None) -> None:
         if work.kv is not None:
             self._attend(work.hop, HopTensors.of(map(symbolic_memory, tensors)))
             return
-        local = (*self._local, *(() if self._dkv is None else self._dkv.unbind(1)))
+        local = (*self._local, *(() if dkv is None else dkv.unbind(1)))
         if work.part is Part.ALL:
             self._attend(0, HopTensors.of(local))
         elif work.part is Part.FIRST:
