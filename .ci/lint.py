@@ -88,21 +88,19 @@ def page(name: str, text: str) -> Iterator[Finding]:
 
 
 def prose(text: str) -> Iterator[tuple[int, str]]:
-    """Paragraphs and list items with the lines where they start: no code, table, heading or tag,
-    no section on the recorder. Inline code is one word, a link its text."""
+    """Paragraphs and list items with the lines where they start: no code, table, heading or tag.
+    Inline code is one word, a link its text."""
     text = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S)
-    exempt, start, held = False, 0, []
+    start, held = 0, []
     for number, line in enumerate([*text.splitlines(), ""], 1):
         heading = re.match(r"#+ (.+)", line)
-        if heading:
-            exempt = heading[1].lower() in [h.lower() for h in RULES["recorder"]["headings"]]
         item = re.match(r"\s*([*-]|\d+\.) ", line)
         apart = not line.strip() or heading or line.lstrip().startswith(("|", "<", "!["))
         code = re.match(r" {4,}\S", line) and not held
         if (apart or item or code) and held:
             yield start, plain(" ".join(held))
             held = []
-        if not (apart or code or exempt):
+        if not (apart or code):
             start = start if held else number
             held.append(line[item.end() :] if item else line.strip())
 
@@ -131,8 +129,6 @@ def code(name: str, text: str) -> Iterator[Finding]:
     if tree.body and ast.get_docstring(tree) is None:
         yield Finding(name, 1, "no docstring that says what the module is")
     if not name.startswith(("ringfa3/", "train/", "benchmarks/")):
-        return
-    if name in RULES["recorder"]["files"]:
         return
     for line, said in texts(tree):
         yield from out(name, line, said, "errors")

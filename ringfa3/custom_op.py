@@ -28,9 +28,9 @@ OpHook = Callable[[str], AbstractContextManager[object]]
 _op_hook: OpHook | None = None
 _on_change: list[Callable[[OpHook | None], object]] = []
 
-# Runs the kernel of an op instead of a plain call: recorder(name, kernel, arguments).
-Recorder = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
-_recorder: Recorder | None = None
+# Runs the kernel of an op instead of a plain call: runner(name, kernel, arguments).
+Runner = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
+_runner: Runner | None = None
 
 
 def set_op_hook(hook: OpHook | None) -> None:
@@ -51,10 +51,10 @@ def on_hook_change(changed: Callable[[OpHook | None], object]) -> None:
     changed(_op_hook)
 
 
-def record_with(recorder: Recorder | None) -> None:
-    """Lets a recorder run the kernels of all ops, inside the op hook. None ends it."""
-    global _recorder
-    _recorder = recorder
+def run_with(runner: Runner | None) -> None:
+    """Lets a runner run the kernels of all ops, inside the op hook. None ends it."""
+    global _runner
+    _runner = runner
 
 
 def untraced(function: F) -> F:
@@ -81,11 +81,11 @@ def custom_op(kernel: F, mutates: Sequence[str] = ()) -> F:
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
 
     def compute(args: tuple[Any, ...]) -> Any:
-        recorder = _recorder
+        runner = _runner
         if torch.is_inference_mode_enabled() and not mutates:
             with torch.inference_mode(False), torch._C._AutoDispatchBelowAutograd():
-                return kernel(*args) if recorder is None else recorder(name, kernel, args)
-        return kernel(*args) if recorder is None else recorder(name, kernel, args)
+                return kernel(*args) if runner is None else runner(name, kernel, args)
+        return kernel(*args) if runner is None else runner(name, kernel, args)
 
     @untraced
     @functools.wraps(kernel)

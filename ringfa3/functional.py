@@ -23,9 +23,9 @@ from ringfa3.attention_op import (
 )
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
-from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.sinks import apply_sink
+from ringfa3.kernels.symbolic import current_builder
 from ringfa3.keywords import check_call, hides_positional
 from ringfa3.masks.padding import separate_padding
 from ringfa3.planning.context_plan import effective_window
@@ -261,11 +261,11 @@ def _local_plan(
 
 
 def _kept(plan: Plan) -> Plan:
-    """A plan that lives as long as the program that is recorded, if one is: a capture of the call,
+    """A plan that lives as long as the schedule that is built, if one is: a capture of the call,
     which Python runs, finds what the plan has uploaded."""
-    recorder = current_recorder()
-    if recorder is not None:
-        recorder.keeps(plan)
+    builder = current_builder()
+    if builder is not None:
+        builder.keeps(plan)
     return plan
 
 
@@ -287,7 +287,7 @@ def attention(
     if q.is_cuda:
         host.ensure()
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
-    out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)
+    out = q.new_empty(out_shape(q, v))
     rows = packed(out)  # (t, h, d_v)
     lse = rows.new_empty((rows.shape[1], rows.shape[0]), dtype=accum_dtype(q.dtype))
     with torch.autocast(q.device.type, enabled=False):
@@ -334,7 +334,7 @@ def attention_backward(
     """
     deterministic = is_deterministic(deterministic)
     plan = _local_plan(q, k, cu_q, cu_k, left, right)
-    centres = forward_centres.get(lse)
+    centres = None if precision == "native" else forward_centres.get(lse)
     if q.dim() == 4:
         lse, dlse = lse_by_head(lse), None if dlse is None else lse_by_head(dlse)
     rows = packed(dout), dlse, packed(q), packed(k), packed(v), packed(out), lse, sink
@@ -370,8 +370,9 @@ def _backward(
     kernel = select_backward(q, precision)
     tiling = plan.backward(kernel.tile_n, kernel.tile_m, deterministic)[0]
     shapes = (*k.shape[:2], q.shape[2]), v.shape  # in 8 bits K has more columns than its gradient
-    dk, dv = (torch.empty(shape, dtype=k.dtype, device=k.device) for shape in shapes)
-    backward = kernel.make_pass(dout, dlse, q, out, lse, plan, scale, deterministic, sink)
+    dk, dv = (k.new_empty(shape) for shape in shapes)
+    inputs = dout, dlse, q, out, lse
+    backward = kernel.make_pass(*inputs, plan, scale, deterministic, k.shape[1], sink=sink)
     backward.hop(k, v, tiling, dk, dv)
     return backward.dq(), dk, dv, *(() if sink is None else (backward.dsink(),))
 

@@ -1,14 +1,13 @@
 """Calls of attention that start in C++.
 
 The C++ launcher (csrc/host) registers kernels of the ops `attention`, `ring_attention` and their
-backwards. On one GPU the first call with a signature runs in Python. So does the second one, under
-a recorder that makes a program of what it does; later calls of equal shapes, strides, settings and
-streams replay it. Python runs whatever is unusual: CUDA graph capture, tensor subclasses, float64,
-8 bits, inputs that share their first byte. With a sink a call begins in Python, and its ops are
-replayed.
+backwards. On one GPU the first call with a signature builds a schedule in Python; it and later
+ones of equal shapes, strides, settings and streams run it as a program. Python runs whatever is
+unusual: CUDA graph capture, tensor subclasses, float64, 8 bits. With a sink a call begins in
+Python, and programs run its ops.
 
-Of rings the library has the autograd, and over peers' memory it replays them, each after Python
-has counted it: see `ringfa3.symmetric.ring_program`.
+Of rings the library has the autograd, and over peers' memory it runs their programs, each after
+Python has counted the call: see `ringfa3.symmetric.ring_program`.
 
 RINGFA3_HOST, or `select`, chooses what starts calls: "cpp" or "python".
 """
@@ -27,11 +26,12 @@ from typing import Any, cast
 import torch
 
 from ringfa3.build.host_library import MODULE, ensure_host_library
-from ringfa3.custom_op import on_hook_change, record_with
+from ringfa3.custom_op import on_hook_change, run_with
 from ringfa3.errors import BuildError
 from ringfa3.kernels.dispatch import log_once
-from ringfa3.kernels.program import ProgramError, ProgramRecorder
-from ringfa3.kernels.recording import recording
+from ringfa3.kernels.schedule import build
+from ringfa3.kernels.streams import CurrentStream
+from ringfa3.kernels.symbolic import ScheduleError
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.validation import check_choice
 
@@ -98,8 +98,8 @@ def counts() -> dict[str, int]:
 
     Of rings, which keep their programs themselves, only `replayed` has calls.
 
-    replayed: by a program; recorded: by Python, which was asked for one; first: by Python, with a
-    signature that the library had not seen, or has dropped; python: by Python, for other reasons.
+    replayed: by a program; built: by a program that Python built for it, or in Python if no
+    schedule says what the call does; python: by Python, for other reasons.
     """
     return {} if _library is None else dict(_library.counts())
 
@@ -158,24 +158,28 @@ def _switch() -> None:
     on = _selected == "cpp"
     _library.enable(on)
     attend, attend_varlen = (_library.attend, _library.attend_varlen) if on else (None, None)
-    record_with(_record if on else None)
+    run_with(_build if on else None)
 
 
-def _record(name: str, kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Runs an op's kernel in Python, and gives the library its program if it asks for one."""
+def _build(name: str, kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Runs an op's kernel in Python, or, if the library asks for a program, builds and runs it."""
     if not _library.wanted():
         return kernel(*arguments)
-    inputs = arguments[INPUTS[name]]
-    if not ProgramRecorder.can_tell_apart(inputs):
-        return kernel(*arguments)  # another call with equal shapes may be recorded
-    recorder = ProgramRecorder(inputs)
-    with recording(recorder), recorder:
-        results = kernel(*arguments)
+    part = INPUTS[name]
+    inputs = arguments[part]
+
+    def code(*symbolic: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        results: tuple[torch.Tensor, ...] = kernel(*symbolic, *arguments[part.stop :])
+        return results
+
     try:
-        program = recorder.words(tuple(x for x in results if x.numel()))  # dsink may be empty
-    except ProgramError:
+        program = build(inputs, code).program(_library)
+    except ScheduleError:
         _library.decline()
-    else:
-        tables = tuple(recorder.tables)
-        _library.keep(program, tuple(recorder.names), tables, tuple(recorder.kept))
+        return kernel(*arguments)
+    stream = CurrentStream.of(inputs[0].device)
+    results = _library.run(program, inputs, stream.handle, (0, 0, 0))
+    _library.keep(program)
+    if name == "attention_backward" and len(results) == 3:  # an empty dsink
+        return *results, inputs[0].new_empty((0,), dtype=torch.float32)
     return results

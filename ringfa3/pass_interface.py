@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -68,50 +68,35 @@ class LocalHeads(NamedTuple):
             attend(0, HopTensors.of(tensors))
 
 
-class Recording(Protocol):
-    """Around a call that Python runs; may record a program of the call."""
-
-    def __enter__(self) -> Recording: ...
-
-    def __exit__(self, *problem: Any) -> None: ...
-
-    def keep(self, results: tuple[torch.Tensor, ...]) -> None:
-        """Ends the program of a call with these results. To be called inside."""
-
-
-class NoRecording:
-    """A `Recording` of calls that have no programs."""
-
-    def __enter__(self) -> NoRecording:
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        pass
-
-    def keep(self, results: tuple[torch.Tensor, ...]) -> None:
-        pass
+# The host code of a call, from its inputs to its results.
+HostCode: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class RingPass(Protocol):
     """One rank's forward or backward pass over the ring, over any transport.
 
-    recording  to be entered by a call that `replay` has not run
-    precision  of the call
+    precision    of the call
+    first_heads  backward, after `start`: as in `LocalHeads`
     """
 
-    recording: Recording
     precision: str
+    first_heads: int
 
-    def replay(
-        self, k: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], settings: Hashable
+    def run_schedule(
+        self,
+        k: torch.Tensor,
+        inputs: tuple[torch.Tensor | None, ...],
+        settings: Hashable,
+        code: HostCode,
     ) -> tuple[torch.Tensor, ...] | None:
-        """The results of the whole call, if a program of its call signature is known. None: the
-        caller runs `start` and `run`.
+        """The results of the whole call by its schedule, which the first call of a call signature
+        builds. None: it has no schedule, and the caller runs the host code.
 
         Args:
             k: (local_keys, hk, d), the rank's own.
             inputs: all tensors of the call; the first one is given.
             settings: on which launches depend, besides the pass and the inputs' shapes.
+            code: of the call; it calls `start` and `run` of this pass.
         """
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
@@ -132,7 +117,8 @@ class RingPass(Protocol):
 
     @property
     def grads(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Backward, after `run`: dK and dV, (local_keys, hk, d) each, in the dtype of K."""
+        """Backward, after `run`: dK and dV, (local_keys, hk, d) each, in the dtype of K. The pass
+        no longer holds their float32 sums, so dQ may take that memory."""
 
 
 class LocalPass:
@@ -141,14 +127,14 @@ class LocalPass:
 
     grads: tuple[torch.Tensor, torch.Tensor]
     precision = "native"
+    first_heads = 0
 
     def __init__(self, plan: ContextPlan, pass_type: str) -> None:
         """pass_type: "forward" or "backward"."""
         self._pass_type = pass_type
-        self.recording: Recording = NoRecording()
 
-    def replay(self, *_: object) -> None:
-        """As `RingPass.replay`: there are no programs."""
+    def run_schedule(self, *_: object) -> None:
+        """As `RingPass.run_schedule`: the C++ launcher runs the op itself, before Python."""
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`."""
@@ -160,7 +146,7 @@ class LocalPass:
             k, v = self._local
             # In 8 bits dK has the columns of V: K has more than its gradient.
             like = (v, v) if self.precision != "native" else (k, v)
-            dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like)
+            dk, dv = (x.new_empty(x.shape) for x in like)
             attend(0, HopTensors(k, v, dk, dv))
             self.grads = dk, dv
         else:

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func, host
 from ringfa3.kernels.backward import PreprocessArgs
-from ringfa3.kernels.program import DTYPES, POINTER, ZERO
+from ringfa3.kernels.schedule import DTYPES, POINTER, ZERO
 from tests.support.both_hosts import in_threads
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import Outcome, Shape, call, equal
 
-PROGRAMS, SEEN = 256, 1024  # kMaxPrograms, kMaxSeen of csrc/host/programs.h
+PROGRAMS = 256  # kMaxPrograms of csrc/host/programs.h
 PACKAGE = str(Path(host.__file__).parent)
 
 
@@ -72,8 +72,8 @@ def test_a_replayed_call_launches_what_python_launches(
     kernels: FakeKernels, shape: Shape, causal: bool, window: tuple[int, int], scale: float | None,
     deterministic: bool, dlse: bool, with_sink: bool,
 ) -> None:  # fmt: skip
-    """Words, streams, and tensors behind addresses; results and gradients bit for bit. The recorded
-    call has other tensors than the replayed one."""
+    """Words, streams, and tensors behind addresses; results and gradients bit for bit, of the call
+    that builds the program and of a later one, on other tensors."""
     options: dict[str, Any] = {
         "causal": causal, "window_size": window, "softmax_scale": scale,
         "deterministic": deterministic, "dlse": dlse,
@@ -82,8 +82,10 @@ def test_a_replayed_call_launches_what_python_launches(
     wanted = in_python(kernels, shape, shape.inputs(), sink=sink, **options)
     assert len(wanted.results) == 5 + with_sink
     others = shape.inputs(1)
-    for _ in range(2):
-        call(kernels, shape, others, sink=another, **options)
+    found = call(kernels, shape, others, sink=another, **options)
+    host.select("python")
+    assert not found.differences(call(kernels, shape, others, sink=another, **options))
+    host.select("cpp")
     before = counted("replayed")
     assert not call(kernels, shape, shape.inputs(), sink=sink, **options).differences(wanted)
     launched = [name for name, *_ in wanted.launches]
@@ -121,13 +123,14 @@ def test_a_call_that_differs_is_of_another_kind(kernels: FakeKernels, name: str)
         call(kernels, BASE, BASE.inputs())
     before = host.counts()
     assert not call(kernels, shape, shape.inputs(), **options).differences(wanted)
-    assert host.counts() == {**before, "first": before["first"] + 2}
+    after = host.counts()
+    assert (after["built"], after["replayed"]) == (before["built"] + 2, before["replayed"])
 
 
-def test_the_second_call_of_a_kind_is_recorded(kernels: FakeKernels) -> None:
-    """Forward and backward; a call that comes once makes no program and runs without a recorder."""
-    made = ("first", "recorded", "replayed", "programs")
-    for expected in ((2, 0, 0, 0), (2, 2, 0, 2), (2, 2, 2, 2), (2, 2, 4, 2)):
+def test_the_first_call_of_a_kind_builds_its_program(kernels: FakeKernels) -> None:
+    """Forward and backward."""
+    made = ("built", "replayed", "programs")
+    for expected in ((2, 0, 2), (2, 2, 2), (2, 4, 2)):
         call(kernels, BASE, BASE.inputs())
         assert tuple(map(counted, made)) == expected
     assert counted("python") == 0
@@ -137,44 +140,30 @@ def test_the_second_call_of_a_kind_is_recorded(kernels: FakeKernels) -> None:
 def test_a_sink_is_replayed_with_and_without_its_gradient(
     kernels: FakeKernels, differentiated: bool
 ) -> None:
-    """dsink of the third call is that of Python; without gradient nothing computes it."""
+    """dsink of the later calls is that of Python; without gradient nothing computes it."""
     leaves = [x.requires_grad_() for x in BASE.inputs()[:3]]
     sink = torch.arange(4.0).requires_grad_(differentiated)
     wanted, found = [*leaves, *([sink] if differentiated else [])], []
-    for _ in range(3):
+    for which in ("python", "cpp", "cpp"):
+        host.select(which)
         out = flash_attn_func(*leaves, sink=sink)
         assert isinstance(out, torch.Tensor)
         found.append(torch.autograd.grad(out.sum(), wanted))
-    assert (counted("recorded"), counted("replayed")) == (2, 2)
+    assert (counted("built"), counted("replayed")) == (2, 2)
+    assert all(map(equal, found[0], found[1]))
     assert all(map(equal, found[0], found[2]))
     written = [x for x in kernels.take() if x.name == "preprocess"]
     at = PreprocessArgs.dsink.offset
     assert {any(x.words[at : at + POINTER]) for x in written} == {differentiated}
 
 
-def test_kinds_that_were_seen_once_are_bounded(kernels: FakeKernels) -> None:
-    """The oldest is forgotten: its next call is a first one."""
-    shape, inputs = Shape(tokens=4, keys=4), Shape(tokens=4, keys=4).inputs()
-
-    def see(scale: float) -> None:
-        call(kernels, shape, inputs, backward=False, softmax_scale=scale)
-
-    for number in range(SEEN + 1):
-        see(0.1 + number / 1e4)
-    assert (counted("first"), counted("recorded")) == (SEEN + 1, 0)
-    see(0.1)  # was forgotten, so the second one is now
-    assert (counted("first"), counted("recorded")) == (SEEN + 2, 0)
-    see(0.1 + 2 / 1e4)
-    assert (counted("first"), counted("recorded")) == (SEEN + 2, 1)
-
-
 def test_streams_have_programs_of_their_own(kernels: FakeKernels) -> None:
     """Also two with one handle; a launch gets the handle of the stream that is current."""
     for stream, generation in ((7, 0), (8, 0), (7, 1)):
         kernels.use(stream, generation)
-        before = counted("recorded")
+        before = counted("built")
         outcomes = [call(kernels, BASE, BASE.inputs()) for _ in range(3)]
-        assert counted("recorded") == before + 2
+        assert counted("built") == before + 2
         assert {launched[3] for x in outcomes for launched in x.launches} == {stream}
     kernels.use(8)
     before = counted("replayed")
@@ -183,7 +172,7 @@ def test_streams_have_programs_of_their_own(kernels: FakeKernels) -> None:
 
 
 def test_inputs_that_begin_elsewhere_in_16_bytes_are_copied(kernels: FakeKernels) -> None:
-    """By Python, by the recorded call and by the replayed one."""
+    """By Python, by the call that builds the program and by a later one."""
     inputs = BASE.inputs()
     for _ in range(3):
         call(kernels, BASE, inputs)
@@ -192,10 +181,10 @@ def test_inputs_that_begin_elsewhere_in_16_bytes_are_copied(kernels: FakeKernels
     shifted.copy_(inputs[0])
     moved = [shifted, *inputs[1:]]
     wanted = in_python(kernels, BASE, moved)
-    recorded = counted("recorded")
-    for number, more in enumerate((0, 2, 2)):
+    built = counted("built")
+    for _ in range(3):
         assert not call(kernels, BASE, moved).differences(wanted)
-        assert counted("recorded") == recorded + more, number
+        assert counted("built") == built + 2
 
 
 def test_a_steady_call_enters_one_frame_of_python(kernels: FakeKernels) -> None:
@@ -250,8 +239,6 @@ def test_lengths_on_a_gpu_count_by_tensor_and_version(
         shape = Shape(tokens=200, keys=200, documents=(150, 50))
         lengths = shape.cumulative()
         inputs = shape.inputs()
-        call(fake, shape, inputs, lengths, backward=False)
-        assert host.counts()["programs"] == 0
         for _ in range(2):
             call(fake, shape, inputs, lengths, backward=False)
         before = counted("replayed")
@@ -262,11 +249,10 @@ def test_lengths_on_a_gpu_count_by_tensor_and_version(
         for number in range(3):
             found = call(fake, shape, inputs, lengths, backward=False)
             assert not found.differences(wanted), number
-        assert counted("replayed") == before + 1
+        assert counted("replayed") == before + 2
         assert host.counts()["programs"] == 1  # the first version's has gone
         del lengths
-        for _ in range(2):
-            call(fake, BASE, BASE.inputs(), backward=False)
+        call(fake, BASE, BASE.inputs(), backward=False)
         assert host.counts()["programs"] == 1
     finally:
         host.stop()
@@ -277,15 +263,15 @@ def test_programs_are_bounded(kernels: FakeKernels) -> None:
     shape, inputs = Shape(tokens=4, keys=4), Shape(tokens=4, keys=4).inputs()
     scales = [0.1 + n / 1000 for n in range(PROGRAMS + 1)]
     for scale in scales:
-        for each in (scale, scale, scales[0]):
+        for each in (scale, scales[0]):
             call(kernels, shape, inputs, backward=False, softmax_scale=each)
     assert host.counts()["programs"] == PROGRAMS
-    assert counted("recorded") == PROGRAMS + 1  # the first one stayed
-    before = counted("recorded")
+    assert counted("built") == PROGRAMS + 1  # the first one stayed
+    before = counted("built")
     call(kernels, shape, inputs, backward=False, softmax_scale=scales[0])
-    assert counted("recorded") == before
+    assert counted("built") == before
     call(kernels, shape, inputs, backward=False, softmax_scale=scales[1])
-    assert counted("recorded") == before + 1
+    assert counted("built") == before + 1
 
 
 def test_threads_replay_and_record_at_once(kernels: FakeKernels) -> None:

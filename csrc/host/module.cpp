@@ -38,11 +38,18 @@ PyObject* keep_program(std::shared_ptr<Program const> program) {
   Py_RETURN_NONE;
 }
 
-// keep(...): see `read_program`
-PyObject* keep(PyObject*, PyObject* args) {
+// The program in what `program` gives; null, and an error of Python, for another object.
+std::shared_ptr<Program const> held_program(PyObject* capsule) {
+  auto* const held =
+      static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
+  return held ? *held : nullptr;
+}
+
+// keep(program), for the call of this thread that asks for it
+PyObject* keep(PyObject*, PyObject* capsule) {
   HANDLE_TH_ERRORS
-  auto program = read_program(args);
-  return program ? keep_program(std::move(program)) : nullptr;
+  auto held = held_program(capsule);
+  return held ? keep_program(std::move(held)) : nullptr;
   END_HANDLE_TH_ERRORS
 }
 
@@ -77,16 +84,14 @@ PyObject* run(PyObject*, PyObject* args) {
                         &gradients)) {
     return nullptr;
   }
-  auto* const held =
-      static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
-  if (!held) return nullptr;
-  auto const program = *held;
+  auto const program = held_program(capsule);
+  if (!program) return nullptr;
   Tensors tensors;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
     PyObject* const input = PyTuple_GET_ITEM(inputs, i);
     tensors.push_back(input == Py_None ? Tensor() : THPVariable_Unpack(input));
   }
-  ++host().counts.replayed;
+  if (!wanted) ++host().counts.replayed;  // else the call counts as one that asks for a program
   Tensors results;
   try {
     WithoutGil const released;
@@ -180,9 +185,9 @@ PyObject* clear(PyObject*, PyObject*) {
 
 PyObject* counts(PyObject*, PyObject*) {
   Counts const& n = host().counts;
-  return Py_BuildValue("{s:L,s:L,s:L,s:L,s:n}", "replayed", n.replayed.load(), "recorded",
-                       n.recorded.load(), "first", n.first.load(), "python", n.python.load(),
-                       "programs", static_cast<Py_ssize_t>(host().programs.size()));
+  return Py_BuildValue("{s:L,s:L,s:L,s:n}", "replayed", n.replayed.load(), "built", n.built.load(),
+                       "python", n.python.load(), "programs",
+                       static_cast<Py_ssize_t>(host().programs.size()));
 }
 
 // The arguments of flash_attn_func and flash_attn_varlen_func that all calls may replay. Each
@@ -319,7 +324,7 @@ PyMethodDef methods[] = {
     {"attend", as_method(attend), METH_FASTCALL, nullptr},
     {"attend_varlen", as_method(attend_varlen), METH_FASTCALL, nullptr},
     {"wanted", is_wanted, METH_NOARGS, nullptr},
-    {"keep", keep, METH_VARARGS, nullptr},
+    {"keep", keep, METH_O, nullptr},
     {"decline", decline, METH_NOARGS, nullptr},
     {"program", program, METH_VARARGS, nullptr},
     {"run", run, METH_VARARGS, nullptr},

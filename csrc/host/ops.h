@@ -86,12 +86,11 @@ inline bool add_lengths(Key& key, MaybeTensor const& cu) {
 }
 
 // Looks for the program of a call with these tensors and settings. `key` is set where Python should
-// make one: from the second call of a kind on, as a call that comes once is not worth a program.
+// make one.
 struct Lookup {
   std::shared_ptr<Program const> program;
   Stream stream{};
   std::optional<Key> key;
-  bool first = false;  // of its kind
 
   Lookup(int64_t op, std::initializer_list<Tensor const*> tensors, MaybeTensor const& cu_q,
          MaybeTensor const& cu_k, double scale, c10::SymInt const& left, c10::SymInt const& right,
@@ -117,10 +116,8 @@ struct Lookup {
     Found found = host().programs.find(made);
     if (found) {
       program = std::move(*found);
-    } else if (host().programs.seen(made)) {
-      key = std::move(made);
     } else {
-      first = true;
+      key = std::move(made);
     }
   }
 
@@ -137,10 +134,10 @@ struct Lookup {
   template <class Call>
   auto otherwise(Call const& python) {
     if (!key) {
-      ++(first ? host().counts.first : host().counts.python);
+      ++host().counts.python;
       return python();
     }
-    ++host().counts.recorded;
+    ++host().counts.built;
     Wanted const asked(std::move(*key));
     return python();
   }
@@ -267,7 +264,7 @@ inline void stop() {
   host().programs.clear();
   host().ring_calls.clear();
   Counts& counts = host().counts;
-  counts.replayed = counts.recorded = counts.first = counts.python = 0;
+  counts.replayed = counts.built = counts.python = 0;
 }
 
 }  // namespace ringfa3::host

@@ -1,5 +1,4 @@
-// The programs that calls replay, by key, which keys were asked for, and which tensors of
-// cumulative lengths programs belong to.
+// The programs that calls replay, by key, and which tensors of cumulative lengths they belong to.
 #pragma once
 
 #include <c10/core/TensorImpl.h>
@@ -7,12 +6,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -21,8 +18,7 @@
 
 namespace ringfa3::host {
 
-constexpr size_t kMaxPrograms = 256;  // beyond that the one that was used least recently goes
-constexpr size_t kMaxSeen = 1024;     // keys without a program; beyond that the oldest is forgotten
+constexpr size_t kMaxPrograms = 256;   // beyond that the one that was used least recently goes
 constexpr size_t kMaxDocuments = 256;  // tensors of lengths; as for programs
 
 // A program, or for a call that Python always runs none.
@@ -38,20 +34,6 @@ class Programs {
     if (at == entries_.end()) return std::nullopt;
     at->second.used = ++clock_;
     return at->second.program;
-  }
-
-  // Whether the key was asked for before. Of keys only hashes are kept: two keys with one hash pass
-  // for each other, and the first call of the second one makes its program.
-  bool seen(Key const& key) {
-    size_t const hash = key.hash();
-    std::lock_guard const lock(mutex_);
-    if (!seen_.insert(hash).second) return true;
-    order_of_seen_.push_back(hash);
-    if (order_of_seen_.size() > kMaxSeen) {
-      seen_.erase(order_of_seen_.front());
-      order_of_seen_.pop_front();
-    }
-    return false;
   }
 
   void put(Key key, std::shared_ptr<Program const> program) {
@@ -91,8 +73,6 @@ class Programs {
     entries.swap(entries_);
     documents.swap(documents_);
     outdated_.clear();
-    seen_.clear();
-    order_of_seen_.clear();
   }
 
   size_t size() {
@@ -162,8 +142,6 @@ class Programs {
   std::mutex mutex_;
   std::unordered_map<Key, Entry, KeyHash> entries_;
   Documents documents_;
-  std::unordered_set<size_t> seen_;
-  std::deque<size_t> order_of_seen_;
   std::vector<int64_t> outdated_;  // ids of documents whose programs go at the next `put`
   uint64_t clock_ = 0;
   int64_t last_id_ = 0;

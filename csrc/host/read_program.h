@@ -1,4 +1,4 @@
-// Makes programs of what ringfa3/kernels/program.py writes.
+// Makes programs of the words of ringfa3/kernels/schedule.py.
 #pragma once
 
 #include <pybind11/pybind11.h>

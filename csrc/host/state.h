@@ -18,8 +18,7 @@ namespace ringfa3::host {
 // Counts calls of the kernels of this library, and replays of rings.
 struct Counts {
   std::atomic<int64_t> replayed{0};  // by a program
-  std::atomic<int64_t> recorded{0};  // by Python, which makes a program
-  std::atomic<int64_t> first{0};     // by Python, of a kind that was not seen before
+  std::atomic<int64_t> built{0};     // by Python, which makes a program, or cannot
   std::atomic<int64_t> python{0};    // by Python: a capture, a graph, 8 bits, ...
 };
 

@@ -24,7 +24,8 @@ from ringfa3.kernels.launch import (
 )
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Uploads, upload
-from ringfa3.planning.tiling import Plan, Tiling, concat_ranges
+from ringfa3.planning.tile_schedule import TileSchedule, Tiling, concat_ranges
+from ringfa3.planning.tiling import Plan
 from ringfa3.planning.work_split import SHARED, split_work
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
@@ -114,6 +115,8 @@ class BackwardPass:
         plan: Plan,
         scale: float,
         deterministic: bool,
+        kv_heads: int,
+        first_heads: int = 0,
         sink: torch.Tensor | None = None,
     ) -> None:
         self.unit, self.scale, self.deterministic = unit, scale, deterministic
@@ -126,8 +129,15 @@ class BackwardPass:
         (tokens, heads, head_dim), width, device = q.shape, unit.head_dim, q.device
         self.num_ctas = num_ctas(device)
         self.stream = stream = CurrentStream.of(device)  # of all hops
-        self.blocks = _grid_blocks(plan, unit.tile_m, stream)  # (num_blocks, 2)
-        count = self.blocks.shape[0]
+        self._schedule = schedule = _schedule(plan, unit, deterministic)
+        split = Split(heads // kv_heads, kv_heads, first_heads)
+        self._tables = _tables.get(
+            schedule,
+            stream,
+            (unit, split, self.num_ctas),
+            lambda: Tables.of(plan, unit, deterministic, split, self.num_ctas, device),
+        )
+        count = self._tables.num_blocks
         rows = heads * count * unit.tile_m
         # The words of each call of `hop`, of which the rank's own keys may take two: its work
         # counter, then its semaphores of dQ. The preprocess kernel sets them to 0.
@@ -137,18 +147,18 @@ class BackwardPass:
         # statistics (heads, num_blocks, 2, M), dQ (heads, num_blocks, M * D), words
         statistics = 2 * STATISTIC_WORDS[width]  # words of a row
         size = rows * (statistics + width) + num_words
-        self._workspace = torch.empty(size, dtype=torch.float32, device=device)
+        self._workspace = q.new_empty(size, dtype=torch.float32)
         begin = self._workspace.data_ptr()
         dq_grid = begin + rows * statistics * WORD
         self._words = dq_grid + rows * width * WORD
         # of Q, dO and dQ, which all work units of a KV head use
         columns = head_dim + dout.shape[2]
         self._bytes_per_head = 2 * columns * tokens + 4 * width * count * unit.tile_m
-        self.padded = self.blocks.data_ptr(), begin, dq_grid, count  # as in PaddedRows
+        self.padded = self._tables.blocks, begin, dq_grid, count  # as in PaddedRows
         # of each block of padded rows
         self._dsink = None
         if sink is not None:
-            self._dsink = torch.empty((heads, count), dtype=torch.float32, device=device)
+            self._dsink = q.new_empty((heads, count), dtype=torch.float32)
         if count:
             args = _pack_preprocess(
                 *out_fields,
@@ -178,12 +188,13 @@ class BackwardPass:
     ) -> None:
         """One hop, or a part of its heads; arguments as `reference.BackwardPass.hop`.
 
-        Raises ValueError: the pass is deterministic and the tiling is not; there are more calls
-        than hops of the plan, plus one.
+        Raises ValueError: the tiling is not of the pass's plan, or its order of tiles not of the
+        pass; there are more calls than hops of the plan, plus one.
         """
-        if self.deterministic and len(tiling.earlier) != len(tiling.spans):
+        if tiling.schedule is not self._schedule:
             raise ValueError(
-                "a deterministic pass needs a tiling of plan.backward(deterministic=True)"
+                "the pass needs a tiling of its plan: plan.backward(tile_n, tile_m, deterministic="
+                f"{self.deterministic}), with the tile_n and tile_m of {self.unit.name}"
             )
         hop = self._hop
         if hop == self._calls:
@@ -197,10 +208,7 @@ class BackwardPass:
             k, v, dk, dv = (x[..., : self.unit.head_dim] for x in (k, v, dk, dv))
         (k, k_fields), (v, v_fields) = tma_addressable(k), tma_addressable(v)
         kv_heads, heads = k.shape[1], self.q.shape[1] if num_heads is None else num_heads
-        tables = _on_device(
-            tiling, self.stream, self.unit.tile_m, heads // kv_heads, kv_heads,
-            max(1, self.num_ctas // self.unit.cluster), self.unit.head_dim, self.deterministic,
-        )  # fmt: skip
+        tables = self._tables.hops[tiling.hop, kv_heads]
         sums: tuple[torch.Tensor, ...] = (dk, dv)
         if tables.shared:  # several units add into zeroed float32
             if dk.dtype != torch.float32:
@@ -246,8 +254,8 @@ class BackwardPass:
 
     def dq(self) -> torch.Tensor:
         """As `reference.BackwardPass.dq`."""
-        dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
-        if self.blocks.shape[0]:
+        dq = self.q.new_empty(self.q.shape)
+        if self._tables.num_blocks:
             args = _pack_postprocess(*tensor3(dq), *self.padded, self.scale)
             launch(self.unit, "postprocess", args, self.stream)
         return dq
@@ -255,7 +263,7 @@ class BackwardPass:
     def dsink(self) -> torch.Tensor:
         """As `reference.BackwardPass.dsink`, float32."""
         if self._dsink is None:
-            return torch.empty(0, dtype=torch.float32, device=self.q.device)
+            return self.q.new_empty(0, dtype=torch.float32)
         return self._dsink.sum(1)
 
 
@@ -278,53 +286,91 @@ def _clear(dk: torch.Tensor, dv: torch.Tensor) -> None:
         dk.zero_(), dv.zero_()
 
 
-class _Tables(NamedTuple):
-    tensors: tuple[torch.Tensor, ...]  # that own the memory at `addresses`
-    addresses: tuple[int, ...]  # work_units, spans and earlier of BackwardArgs
+class Split(NamedTuple):
+    """Heads of a backward.
+
+    group        query heads of a KV head
+    kv_heads     of K and V
+    first_heads  KV heads of hop 0 that run in a call of their own, as the others do; 0: one call
+    """
+
+    group: int
+    kv_heads: int
+    first_heads: int
+
+    def calls(self, num_hops: int) -> Iterator[tuple[int, int]]:
+        """(hop, KV heads) of calls of `BackwardPass.hop`, those with equal ones once."""
+        if self.first_heads:
+            yield from ((0, n) for n in {self.first_heads, self.kv_heads - self.first_heads})
+        yield from ((hop, self.kv_heads) for hop in range(bool(self.first_heads), num_hops))
+
+
+class HopTables(NamedTuple):
+    """A hop's tables for a number of KV heads.
+
+    addresses     work_units, spans and earlier of BackwardArgs
+    shared        whether tiles are split
+    without_work  whether some tiles have no work unit
+    """
+
+    addresses: tuple[int, int, int]
     num_work_units: int
-    shared: bool  # whether tiles are split
-    without_work: bool  # whether some tiles have no work unit
+    shared: bool
+    without_work: bool
 
 
-_tables: Uploads[_Tables] = Uploads()
+class Tables(NamedTuple):
+    """The tables of a backward in device memory.
+
+    blocks  the address of `grid_blocks`, of which there are `num_blocks`
+    hops    by hop and number of KV heads
+    """
+
+    memory: torch.Tensor
+    blocks: int
+    num_blocks: int
+    hops: dict[tuple[int, int], HopTables]
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        unit: Unit,
+        deterministic: bool,
+        split: Split,
+        num_ctas: int,
+        device: torch.device,
+    ) -> Tables:
+        """Splits the work of all hops, and uploads everything at once."""
+        tilings = plan.backward(unit.tile_n, unit.tile_m, deterministic)
+        clusters, blocks = max(1, num_ctas // unit.cluster), grid_blocks(plan, unit.tile_m)
+        settings = clusters, unit.head_dim, deterministic
+        units = {
+            (hop, heads): split_work(tilings[hop], unit.tile_m, split.group, heads, *settings)
+            for hop, heads in split.calls(len(tilings))
+        }
+        both = (y for x in tilings for y in (x.spans, x.earlier))
+        memory, (grid, *found) = upload(device, blocks, *units.values(), *both)
+        of_hops = found[len(units) :]
+        hops = {
+            (hop, heads): HopTables(
+                (address, of_hops[2 * hop], of_hops[2 * hop + 1]),
+                len(table),
+                bool((table["flags"] & SHARED).any()),
+                len(np.unique(table["row0"])) < len(tilings[hop].tiles),
+            )
+            for ((hop, heads), table), address in zip(units.items(), found, strict=False)
+        }
+        return cls(memory, grid, len(blocks), hops)
 
 
-def _on_device(
-    tiling: Tiling,
-    stream: CurrentStream,
-    tile_m: int,
-    group: int,
-    kv_heads: int,
-    num_clusters: int,
-    head_dim: int,
-    whole: bool,
-) -> _Tables:
-    """A tiling's work units and spans in device memory."""
-
-    def make() -> _Tables:
-        table = split_work(tiling, tile_m, group, kv_heads, num_clusters, head_dim, whole)
-        tensors = tuple(upload(x, stream.device) for x in (table, tiling.spans, tiling.earlier))
-        return _Tables(
-            tensors,
-            tuple(x.data_ptr() for x in tensors),
-            len(table),
-            bool((table["flags"] & SHARED).any()),
-            len(np.unique(table["row0"])) < len(tiling.tiles),
-        )
-
-    return _tables.get(tiling, stream, (group, kv_heads, num_clusters, head_dim, whole), make)
+_tables: Uploads[Tables] = Uploads()
 
 
-_grids: Uploads[torch.Tensor] = Uploads()
-
-
-def _grid_blocks(plan: Plan, tile_m: int, stream: CurrentStream) -> torch.Tensor:
-    """`grid_blocks` in device memory."""
-
-    def make() -> torch.Tensor:
-        return upload(grid_blocks(plan, tile_m), stream.device).view(-1, 2)
-
-    return _grids.get(plan, stream, (tile_m,), make)
+def _schedule(plan: Plan, unit: Unit, deterministic: bool) -> TileSchedule:
+    schedule = plan.backward(unit.tile_n, unit.tile_m, deterministic)[0].schedule
+    assert schedule is not None
+    return schedule
 
 
 def grid_blocks(plan: Plan, tile_m: int) -> npt.NDArray[np.int32]:

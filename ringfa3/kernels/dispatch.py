@@ -18,7 +18,8 @@ from ringfa3.validation import HEAD_DIM_STEP
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
     from ringfa3.planning.context_plan import ContextPlan
-    from ringfa3.planning.tiling import Plan, Tiling
+    from ringfa3.planning.tile_schedule import Tiling
+    from ringfa3.planning.tiling import Plan
     from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
     from ringfa3.quantisation.dequantised import DequantisedInputs
     from ringfa3.quantisation.key_tiles import KeyTiles

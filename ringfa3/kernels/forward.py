@@ -19,7 +19,8 @@ from ringfa3.kernels.launch import (
 )
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Counters, Uploads, upload
-from ringfa3.planning.tiling import Plan, Tiling, concat_ranges
+from ringfa3.planning.tile_schedule import TileSchedule, Tiling, concat_ranges
+from ringfa3.planning.tiling import Plan
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
@@ -87,7 +88,8 @@ def attend(
         return
     tokens, kv_heads, head_dim = k.shape
     stream = CurrentStream.of(q.device)
-    table = tables(tiling, stream)
+    uploaded = tables(tiling, stream)
+    table = uploaded.hops[tiling.hop]
     if table.last_flag:
         _check_arrivals(arrivals, table.last_flag, k, v)
     q, q_fields = tma_addressable(q)
@@ -100,8 +102,8 @@ def attend(
         *k_fields,
         *v_fields,
         *output_values(out, partial_out, lse, sink),
-        table.tiles.data_ptr(),
-        table.spans.data_ptr(),
+        table.tiles,
+        table.spans,
         0 if arrivals is None else arrivals.data_ptr(),
         work.data_ptr(),
         len(tiling.tiles),
@@ -200,37 +202,53 @@ def _check_arrivals(
         )
 
 
-class Tables(NamedTuple):
-    """A tiling in device memory, and the highest arrival flag of its spans."""
+class HopTables(NamedTuple):
+    """Addresses of a hop's tables in device memory, and the highest arrival flag of its spans."""
 
-    tiles: torch.Tensor
-    spans: torch.Tensor
+    tiles: int
+    spans: int
     last_flag: int
 
+
+class Tables(NamedTuple):
+    """The tables of a tile schedule in device memory."""
+
+    memory: torch.Tensor
+    hops: tuple[HopTables, ...]
+
     @classmethod
-    def of(cls, tiling: Tiling, device: torch.device) -> Tables:
-        """The tables of a tiling that has spans.
+    def of(cls, schedule: TileSchedule | Tiling, device: torch.device) -> Tables:
+        """Uploads the tables of all hops.
 
         Raises ValueError: a tile has spans, and no key to visit in any of them. Its consumers would
         wait for a block that never comes. Plans make no such tile: they give a fully masked
         tile no spans, at the one hop where it is stored. A tile of another hop must not be
         fetched at all, so the intended result is unknown.
         """
-        empty = (tiling.tiles["num_spans"] > 0) & (tiling.visited_columns() == 0)
-        if empty.any():
-            tile = int(np.flatnonzero(empty)[0])
-            row0, rows = (int(tiling.tiles[name][tile]) for name in ("row0", "rows"))
-            raise ValueError(
-                f"tile {tile}, rows [{row0}, {row0 + rows}), has spans and no key to visit: leave "
-                "out the tile, or give it no spans if its rows are fully masked at every hop"
-            )
-        tiles, spans = (upload(table, device) for table in (tiling.tiles, tiling.spans))
-        return cls(tiles, spans, int(tiling.spans["arrival"].max()))
+        tilings = schedule.tilings()
+        for tiling in tilings:
+            _check_visits(tiling)
+        memory, found = upload(device, *(y for x in tilings for y in (x.tiles, x.spans)))
+        flags = (int(x.spans["arrival"].max(initial=0)) for x in tilings)
+        return cls(memory, tuple(map(HopTables, found[::2], found[1::2], flags)))
+
+
+def _check_visits(tiling: Tiling) -> None:
+    """Raises ValueError as `Tables.of`."""
+    empty = (tiling.tiles["num_spans"] > 0) & (tiling.visited_columns() == 0)
+    if empty.any():
+        tile = int(np.flatnonzero(empty)[0])
+        row0, rows = (int(tiling.tiles[name][tile]) for name in ("row0", "rows"))
+        raise ValueError(
+            f"tile {tile}, rows [{row0}, {row0 + rows}), has spans and no key to visit: leave out "
+            "the tile, or give it no spans if its rows are fully masked at every hop"
+        )
 
 
 def tables(tiling: Tiling, stream: CurrentStream) -> Tables:
-    """The tables of a tiling on a stream."""
-    return _tables.get(tiling, stream, (), lambda: Tables.of(tiling, stream.device))
+    """The tables of a tiling's schedule on a stream; hold them until the launch is enqueued."""
+    schedule = tiling.schedule or tiling
+    return _tables.get(schedule, stream, (), lambda: Tables.of(schedule, stream.device))
 
 
 def counter(stream: CurrentStream) -> torch.Tensor:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
-from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.streams import CurrentStream, on
+from ringfa3.kernels.symbolic import current_builder
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
@@ -80,14 +80,18 @@ def tensor3(x: torch.Tensor) -> Fields:
 
 
 def launch(unit: Unit, name: str, args: bytes, stream: CurrentStream) -> None:
-    """Calls ringfa3_NAME of a unit's library. Raises RuntimeError: CUDA refuses the launch."""
+    """Calls ringfa3_NAME of a unit's library, or adds the call to the schedule that is built.
+
+    Raises RuntimeError: CUDA refuses the launch.
+    """
+    builder = current_builder()
+    if builder is not None:
+        builder.launch(unit, name, args)
+        return
     with on(stream.device):
         status = _entry(unit, name)(args, stream.handle)
     if status:
         raise RuntimeError(f"{name} of {unit.name} could not be launched: CUDA error {status}")
-    recorder = current_recorder()
-    if recorder is not None:
-        recorder.launched(unit, name, args)
 
 
 def entry_address(unit: Unit, name: str) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from ringfa3.kernels.launch import Tensor3, launch, packer, tma_addressable
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.uploads import Uploads, upload
+from ringfa3.kernels.uploads import Uploaded, Uploads, upload
 from ringfa3.planning.context_plan import ContextPlan
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
@@ -211,21 +211,21 @@ class LocalKVKernels:
         rows = self._exchange.published
         if self._exchange.consecutive:
             return 0, int(rows[0]) if len(rows) else 0, len(rows)
-        return self._positions(stream).data_ptr(), 0, len(rows)
+        return self._positions(stream), 0, len(rows)
 
-    def _positions(self, stream: CurrentStream) -> torch.Tensor:
-        """(t,) int32 in device memory: the published row of each token, -1 for none."""
+    def _positions(self, stream: CurrentStream) -> int:
+        """The address of (t,) int32: the published row of each token, -1 for none."""
 
-        def make() -> torch.Tensor:
+        def make() -> Uploaded:
             rows = self._exchange.published
             position = np.full(self._tokens, -1, np.int32)
             position[rows] = np.arange(len(rows), dtype=np.int32)
-            return upload(position, stream.device)
+            return upload(stream.device, position)
 
-        return _uploaded.get(self._exchange, stream, (), make)
+        return _uploaded.get(self._exchange, stream, (), make).addresses[0]
 
 
-_uploaded: Uploads[torch.Tensor] = Uploads()
+_uploaded: Uploads[Uploaded] = Uploads()
 
 
 def _runs(runs: Sequence[Run]) -> Iterable[int]:

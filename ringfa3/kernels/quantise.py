@@ -17,7 +17,7 @@ import torch
 
 from ringfa3.kernels.launch import Tensor3, launch, packer, tma_addressable
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.uploads import Uploads, upload
+from ringfa3.kernels.uploads import Uploaded, Uploads, upload
 from ringfa3.planning.sharding import whole_sequences
 from ringfa3.planning.tiling import Plan
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
@@ -291,12 +291,12 @@ def _launch_kv(
     count, stream = len(tiles.table), CurrentStream.of(k.device)
     if not count:
         return
-    table = _tables.get(tiles, stream, (), lambda: upload(tiles.table, k.device))
+    table = _tables.get(tiles, stream, (), lambda: upload(k.device, tiles.table))
     (k, k_fields), (v, v_fields) = tma_addressable(k), tma_addressable(v)
     args = _pack_quantise_kv(
         *k_fields,
         *v_fields,
-        table.data_ptr(),
+        table.addresses[0],
         *(x.data_ptr() for x in centres),
         k_values.data_ptr(),
         0 if k_scale is None else k_scale.data_ptr(),
@@ -307,4 +307,4 @@ def _launch_kv(
     launch(unit, "quantise_kv", args, stream)
 
 
-_tables: Uploads[torch.Tensor] = Uploads()
+_tables: Uploads[Uploaded] = Uploads()

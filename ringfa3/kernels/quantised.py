@@ -15,8 +15,9 @@ from ringfa3.kernels import forward, quantise
 from ringfa3.kernels.launch import Fields, launch, num_ctas, packer, tensor3, tma_addressable
 from ringfa3.kernels.quantise import TiledKV
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.uploads import Uploads, upload
-from ringfa3.planning.tiling import Plan, Tiling
+from ringfa3.kernels.uploads import Uploaded, Uploads, upload
+from ringfa3.planning.tile_schedule import Tiling
+from ringfa3.planning.tiling import Plan
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.dequantised import DequantisedInputs
 from ringfa3.quantisation.formats import Formats
@@ -117,11 +118,12 @@ def attend(
         return
     tokens, kv_heads, head_dim = kv.k.shape
     stream = CurrentStream.of(q.values.device)
-    tables = forward.tables(tiling, stream)
+    uploaded = forward.tables(tiling, stream)
+    tables = uploaded.hops[tiling.hop]
     if tables.last_flag:
         raise ValueError("spans of 8-bit keys cannot wait for arrival flags")
     first_tile = _first_tiles.get(
-        tiling, stream, (kv.tiles,), lambda: upload(_first_tile(tiling, kv.tiles), stream.device)
+        tiling, stream, (kv.tiles,), lambda: upload(stream.device, _first_tile(tiling, kv.tiles))
     )
     v, v_fields = _value_fields(kv.v)
     counter = forward.counter(stream)
@@ -130,8 +132,8 @@ def attend(
         *tensor3(kv.k),
         *v_fields,
         *forward.output_values(out, partial_out, lse),
-        tables.tiles.data_ptr(),
-        tables.spans.data_ptr(),
+        tables.tiles,
+        tables.spans,
         0,
         counter.data_ptr(),
         len(tiling.tiles),
@@ -145,7 +147,7 @@ def attend(
         kv.k_scale.data_ptr(),
         kv.centres.v_mean.data_ptr(),
         kv.centres.v_scale.data_ptr(),
-        first_tile.data_ptr(),
+        first_tile.addresses[0],
         kv.k_scale.shape[1],
     )
     launch(unit, "forward", args, stream)
@@ -174,4 +176,4 @@ def _first_tile(tiling: Tiling, tiles: KeyTiles) -> npt.NDArray[np.int32]:
     return at.astype(np.int32)
 
 
-_first_tiles: Uploads[torch.Tensor] = Uploads()
+_first_tiles: Uploads[Uploaded] = Uploads()

@@ -25,7 +25,8 @@ from ringfa3.kernels.reference import (
     spans_of,
     store_tile,
 )
-from ringfa3.planning.tiling import Plan, Tiling
+from ringfa3.planning.tile_schedule import Tiling
+from ringfa3.planning.tiling import Plan
 from ringfa3.quantisation import operands
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.dequantised import DequantisedInputs

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import torch
 
 from ringfa3.kernels.sinks import apply_sink, sink_gradient
-from ringfa3.planning.tiling import FIRST, LAST, Plan, Table, Tiling
+from ringfa3.planning.tile_schedule import FIRST, LAST, Table, Tiling
+from ringfa3.planning.tiling import Plan
 from ringfa3.quantisation.rotation import rotate_back
 
 TILE_M = 128  # query rows of a forward tile, and of a block of padded rows
@@ -157,6 +158,9 @@ class BackwardPass:
     Args:
         dout, q, out: (t, h, d).
         dlse, lse: (h, t) accumulation dtype, natural logarithm; a dlse of None stands for zeros.
+        kv_heads: of the k and v of all hops.
+        first_heads: of these, in hop 0, how many `hop` gets in a call of their own, before or after
+            the others; 0: all at once.
         dequantised: q, lse and the k, v of hops are those of
             `quantisation.dequantised.DequantisedInputs`, see `attend_backward`.
     """
@@ -171,10 +175,13 @@ class BackwardPass:
         plan: Plan,
         scale: float,
         deterministic: bool,
+        kv_heads: int,
+        first_heads: int = 0,
         sink: torch.Tensor | None = None,
         dequantised: bool = False,
     ) -> None:
         del plan, deterministic  # no padded rows, and one order of additions
+        del kv_heads, first_heads  # no tables
         self._dout, self._q, self._scale, self._dequantised = dout, q, scale, dequantised
         self._lse, self._delta = preprocess(dout, out, lse, dlse)
         self._dsink = None if sink is None else sink_gradient(self._lse, self._delta, sink)

@@ -10,19 +10,21 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from itertools import accumulate
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.streams import CurrentStream, finish, record_event
-from ringfa3.planning.tiling import Table
+from ringfa3.kernels.symbolic import current_builder
+from ringfa3.planning.tile_schedule import Table
 
 # Most tables of an owner: more than PyTorch's pools have streams. Beyond that the oldest is freed,
 # which must not happen before its stream has finished.
 MAX_TABLES = 256
+ALIGNMENT = 16  # bytes
 
 T = TypeVar("T")
 _lock = threading.Lock()
@@ -89,9 +91,9 @@ class Uploads(Generic[T]):
                 tables[stream_key] = table
                 if len(tables) > MAX_TABLES:
                     del tables[next(iter(tables))]
-        recorder = current_recorder()
-        if recorder is not None:
-            recorder.uses(table)
+        builder = current_builder()
+        if builder is not None:
+            builder.holds(table)
         return table
 
     def clear(self) -> None:
@@ -119,16 +121,39 @@ class Counters:
         if counter is None:
             counter = torch.zeros(1, dtype=torch.int32, device=stream.device)
             counter = self.of_streams.setdefault(key, counter)
-        recorder = current_recorder()
-        if recorder is not None:
-            recorder.uses(counter)
+        builder = current_builder()
+        if builder is not None:
+            builder.holds(counter)
         return counter
 
     def clear(self) -> None:
         self.of_streams.clear()
 
 
-def upload(table: Table | npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    """The records of a table, as int32 words in device memory."""
-    words = np.frombuffer(table.tobytes(), np.int32).copy()
-    return torch.from_numpy(words).to(device, non_blocking=True)
+class Uploaded(NamedTuple):
+    """Tables in one piece of device memory.
+
+    addresses  of the first byte of each table; 0 for an empty one
+    """
+
+    memory: torch.Tensor
+    addresses: tuple[int, ...]
+
+
+def upload(device: torch.device, *tables: Table | npt.NDArray[np.int32]) -> Uploaded:
+    """Copies tables to device memory, all at once.
+
+    The copy reads pinned memory, so it does not block the host. Each table begins at a multiple of
+    `ALIGNMENT` bytes, which vectorised loads need.
+    """
+    ends = list(accumulate((-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tables), initial=0))
+    packed = np.zeros(ends[-1], np.uint8)
+    for table, begin in zip(tables, ends, strict=False):
+        packed[begin : begin + table.nbytes] = np.frombuffer(table.tobytes(), np.uint8)
+    source = torch.from_numpy(packed)
+    if device.type == "cuda":  # PyTorch reuses pinned memory only after the copy that reads it
+        source = source.pin_memory()
+    memory = source.to(device, non_blocking=True)
+    at = memory.data_ptr()
+    found = (at + begin if x.nbytes else 0 for x, begin in zip(tables, ends, strict=False))
+    return Uploaded(memory, tuple(found))

@@ -17,13 +17,13 @@ from ringfa3.custom_op import untraced
 from ringfa3.masks.mask import Mask
 from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
 from ringfa3.planning.handles import from_handle, new_handle
-from ringfa3.planning.kv_exchange import KVExchange, plan_ring
+from ringfa3.planning.kv_exchange import KVExchange, RowIndex, plan_ring
 from ringfa3.planning.mask_shards import check_mask_tokens, one_sequence, partition_mask
 from ringfa3.planning.process_groups import Group, GroupRef, resolve_group, warn_if_alone
 from ringfa3.planning.refinement import plan_mask
-from ringfa3.planning.row_index import RowIndex
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
-from ringfa3.planning.tiling import MAX_ROWS, Plan
+from ringfa3.planning.tile_schedule import MAX_ROWS
+from ringfa3.planning.tiling import Plan
 from ringfa3.planning.token_shards import TokenShards
 from ringfa3.validation import (
     LAYOUTS,

@@ -20,7 +20,7 @@ from ringfa3.planning.sharding import (
     partition,
     zigzag,
 )
-from ringfa3.planning.tiling import concat_ranges
+from ringfa3.planning.tile_schedule import concat_ranges
 
 RUNS = 8  # a component, which may be cut for each rank, has so many runs of one density a rank
 # Parts into which large components are cut, tried in turn: density that does not grow evenly along

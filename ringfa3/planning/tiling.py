@@ -14,7 +14,6 @@ hop 0 is its own.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,83 +21,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ringfa3.planning.sharding import Ints, Segments, whole_sequences
-
-SPAN = np.dtype(
-    [
-        ("q0", np.int32),  # rows [q0, q1) of the local queries
-        ("q1", np.int32),
-        ("k0", np.int32),  # columns [k0, k1) of this hop's keys
-        ("k1", np.int32),
-        ("lo", np.int32),  # band, always finite: -(q1-q0-1) <= lo <= hi <= k1-k0-1
-        ("hi", np.int32),
-        ("arrival", np.int32),  # the arrival flag that these keys wait for; 0: none
-        ("padded_q0", np.int32),  # q0 in padded rows, see `Plan.padded_rows`
-    ]
+from ringfa3.planning.tile_schedule import (
+    FIRST,
+    LAST,
+    MAX_ROWS,
+    SPAN,
+    TILE,
+    Table,
+    TileSchedule,
+    Tiling,
+    concat_ranges,
 )
-TILE = np.dtype(
-    [
-        ("row0", np.int32),  # rows [row0, row0+rows): queries forward, keys backward
-        ("rows", np.int32),
-        ("first_span", np.int32),  # visits spans [first_span, first_span+num_spans)
-        ("num_spans", np.int32),
-        ("flags", np.int32),
-        ("padded_row0", np.int32),  # forward: row0 in padded rows; backward: row0
-    ]
-)
-MAX_ROWS = 1 << 31  # of all queries or keys of a plan: the tables hold rows as int32
-# Flags of a forward tile. FIRST: no earlier hop visits its rows, so it stores instead of merging.
-# LAST: no later hop visits them, so it also writes the output dtype. Backward tiles have no flags:
-# a hop stores dK/dV of all its keys, zeros for keys to which no query attends.
-FIRST, LAST = 1, 2
-
-Table = npt.NDArray[np.void]
-
-
-@dataclass(frozen=True, eq=False)
-class Tiling:
-    """Tiles of one hop, in fetch order, and the spans that they index.
-
-    size     rows of a full tile
-    tiles    (num_tiles,) TILE
-    spans    (num_spans,) SPAN
-    earlier  deterministic backward: (num_spans,) int32, the span of the same query rows whose key
-             tiles come right before those of this span in fetch order, -1 for none; else empty
-    """
-
-    size: int
-    tiles: Table
-    spans: Table
-    earlier: npt.NDArray[np.int32]
-
-    def visited_columns(self) -> Ints:
-        """(num_tiles,) columns that each tile of a forward visits."""
-        tile = np.repeat(np.arange(len(self.tiles)), self.tiles["num_spans"])
-        span = self.spans[concat_ranges(self.tiles["first_span"], self.tiles["num_spans"])]
-        here = self.tiles[tile]
-        i = here["row0"].astype(np.int64) - span["q0"]
-        begin = np.maximum(0, i + span["lo"])
-        end = np.minimum(span["k1"] - span["k0"], i + here["rows"] + span["hi"])
-        columns = np.bincount(tile, np.maximum(0, end - begin), len(self.tiles))
-        return columns.astype(np.int64)
-
-    def visiting_key_tiles(self, span: int, block: int, tile_m: int) -> tuple[int, int]:
-        """Backward: key tiles [first, end) of a span that visit its row block number `block`."""
-        s = self.spans[span]
-        rows, keys = int(s["q1"] - s["q0"]), int(s["k1"] - s["k0"])
-        i = block * tile_m
-        begin = max(0, i + int(s["lo"]))
-        end = min(keys, min(i + tile_m, rows) + int(s["hi"]))
-        return (begin // self.size, -(-end // self.size)) if begin < end else (0, 0)
-
-    def dq_order(self, span: int, key_tile: int, block: int, tile_m: int) -> int:
-        """Deterministic backward: tiles that add to a dQ block before `key_tile` of a span."""
-        order = self.visiting_key_tiles(span, block, tile_m)[1] - 1 - key_tile
-        other = int(self.earlier[span])
-        while other >= 0:
-            begin, end = self.visiting_key_tiles(other, block, tile_m)
-            order += end - begin
-            other = int(self.earlier[other])
-        return order
 
 
 @dataclass(frozen=True)
@@ -147,15 +80,9 @@ def band(
     return Band(query[visible], key[visible], lo[visible], hi[visible])
 
 
-def concat_ranges(begin: Ints, count: Ints) -> Ints:
-    """The ranges [begin[i], begin[i] + count[i]), concatenated."""
-    offset = np.repeat(begin - (np.cumsum(count) - count), count)
-    return offset + np.arange(len(offset))
-
-
-def _hop_slices(hop: Ints, num_hops: int) -> list[slice]:
-    bounds = np.searchsorted(hop, np.arange(num_hops + 1)).tolist()
-    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+def _hop_ends(hop: Ints, num_hops: int) -> Ints:
+    """(num_hops + 1,) where the entries of each hop begin, and where those of the last one end."""
+    return np.searchsorted(hop, np.arange(num_hops + 1))
 
 
 class Plan:
@@ -296,13 +223,11 @@ class Plan:
         tiles["row0"], tiles["rows"], tiles["padded_row0"] = row0[at], rows[at], at * tile_m
         tiles["num_spans"], tiles["flags"] = count[fetched], flags.ravel()[fetched]
         spans = self._spans(tile_m)
-        span_slices = _hop_slices(hop, hops)
-        offset = np.array([s.start for s in span_slices])[fetched_hop]
+        span_ends = _hop_ends(hop, hops)
+        offset = span_ends[fetched_hop]
         tiles["first_span"] = np.where(count[fetched] > 0, first[fetched] - offset, 0)
-        return [
-            Tiling(tile_m, tiles[t], spans[s], np.zeros(0, np.int32))
-            for t, s in zip(_hop_slices(fetched_hop, hops), span_slices, strict=True)
-        ]
+        ends = _hop_ends(fetched_hop, hops), span_ends
+        return TileSchedule(tile_m, tiles, spans, np.zeros(0, np.int32), *ends).tilings()
 
     def _backward(self, tile_n: int, tile_m: int, deterministic: bool) -> list[Tiling]:
         k, hops = self.keys, self.num_hops
@@ -325,16 +250,13 @@ class Plan:
         tiles["row0"] = tiles["padded_row0"] = (k.row[segment] + start)[fetched]
         tiles["rows"], tiles["num_spans"] = rows[fetched], count[fetched]
         spans = self._spans(tile_m)[order]
-        span_slices = _hop_slices(self.key_hop[b.key], hops)
-        offset = np.array([s.start for s in span_slices])
+        offset = _hop_ends(self.key_hop[b.key], hops)
         tiles["first_span"] = np.where(count[fetched] > 0, first[fetched] - offset[hop[fetched]], 0)
         earlier = np.zeros(0, np.int32)
         if deterministic:
             earlier = _earlier(self.key_hop[b.key], b.query, b.key, offset)
-        return [
-            Tiling(tile_n, tiles[t], spans[s], earlier[s])
-            for t, s in zip(_hop_slices(hop[fetched], hops), span_slices, strict=True)
-        ]
+        ends = _hop_ends(hop[fetched], hops), offset
+        return TileSchedule(tile_n, tiles, spans, earlier, *ends).tilings()
 
 
 def _earlier(hop: Ints, query: Ints, key: Ints, offset: Ints) -> npt.NDArray[np.int32]:

@@ -15,7 +15,7 @@ from ringfa3.planning.handles import graph_handle, plan_table
 from ringfa3.planning.process_groups import GroupRef, require_alive
 from ringfa3.planning.row_exchange import exchange_rows
 from ringfa3.planning.sharding import Ints, Segments, partition
-from ringfa3.planning.tiling import concat_ranges
+from ringfa3.planning.tile_schedule import concat_ranges
 from ringfa3.planning.unshard import Unshard, require_agreement
 from ringfa3.validation import check_plain, whole_number
 

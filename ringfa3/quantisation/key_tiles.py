@@ -7,9 +7,9 @@ import weakref
 import numpy as np
 import torch
 
-from ringfa3.planning.row_index import RowIndex
+from ringfa3.planning.kv_exchange import RowIndex
 from ringfa3.planning.sharding import Segments
-from ringfa3.planning.tiling import concat_ranges
+from ringfa3.planning.tile_schedule import concat_ranges
 
 BYTES_16 = torch.complex128  # the dtype with elements of 16 bytes
 KEY_TILE = 128  # keys that share a scale, counted from the start of their segment

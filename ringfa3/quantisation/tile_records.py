@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ringfa3.planning.row_index import RowIndex
+from ringfa3.planning.kv_exchange import RowIndex
 
 CONTIGUOUS = torch.contiguous_format
 

@@ -186,13 +186,9 @@ def run_forward(
     """`ring_attention` in the dtype of q, after `prepare_call`."""
     with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
         ring_pass = call.ring_pass()
-        replayed = ring_pass.replay(k, (q, k, v, sink), scale)
-        if replayed is not None:
-            out, lse = replayed
-        else:
-            with ring_pass.recording as recording:
-                out, lse = _forward_hops(q, k, v, sink, scale, call, ring_pass)
-                recording.keep((out, lse))
+        code = partial(_forward_hops, scale, call, ring_pass)
+        inputs = q, k, v, sink
+        out, lse = ring_pass.run_schedule(k, inputs, scale, code) or code(*inputs)
         _returns(lse, call.plan)
     return out, lse
 
@@ -204,19 +200,19 @@ def _returns(lse: torch.Tensor, plan: ContextPlan) -> None:
 
 
 def _forward_hops(
+    scale: float,
+    call: PreparedCall,
+    ring_pass: RingPass,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None,
-    scale: float,
-    call: PreparedCall,
-    ring_pass: RingPass,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of all hops. The sink counts at each row's last hop."""
     kernel = select_forward(q, call.plan.hops)  # which `prepare_call` has built
     hops = call.hops
     tilings = hops.forward(kernel.tile_m)
-    out = torch.empty(out_shape(q, v), dtype=q.dtype, device=q.device)
+    out = q.new_empty(out_shape(q, v))
     once = hops.single_hop(kernel.tile_m)
     running = out[:0] if once else kernel.new_partial_out(q, hops)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accum_dtype(q.dtype))
@@ -301,24 +297,24 @@ def run_backward(
     inputs = dout, dlse, q, k, v, out, lse, sink
     with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
         ring_pass = call.ring_pass()
-        replayed = ring_pass.replay(k, inputs, (scale, deterministic, call.precision))
-        if replayed is not None:
-            return replayed
-        with ring_pass.recording as recording:
-            backward = _backward_hops(inputs, scale, deterministic, call, ring_pass)
-            dk, dv = ring_pass.grads
-            del ring_pass  # its float32 dK and dV are freed before dQ is made
-            grads = _rounded(backward, dk, dv[..., : v.shape[2]], sink)
-            recording.keep(grads)
-    return grads
+        settings = scale, deterministic, call.precision
+        code = partial(_gradients, scale, deterministic, call, ring_pass)
+        grads = ring_pass.run_schedule(k, inputs, settings, code)
+        return code(*inputs) if grads is None else grads
 
 
-def _rounded(
-    backward: BackwardPass, dk: torch.Tensor, dv: torch.Tensor, sink: torch.Tensor | None
+def _gradients(
+    scale: float,
+    deterministic: bool,
+    call: PreparedCall,
+    ring_pass: RingPass,
+    *inputs: Any,
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv), and dsink for a sink."""
-    dv = dv.contiguous()
-    return backward.dq(), dk, dv, *(() if sink is None else (backward.dsink(),))
+    backward = _backward_hops(inputs, scale, deterministic, call, ring_pass)
+    dk, dv = ring_pass.grads
+    dv = dv[..., : inputs[4].shape[2]].contiguous()
+    return backward.dq(), dk, dv, *(() if inputs[7] is None else (backward.dsink(),))
 
 
 def _backward_hops(
@@ -334,7 +330,10 @@ def _backward_hops(
     ring_pass.start(k, _padded_v(v, k, call.plan.world))
     hops = call.hops
     tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
-    backward = kernel.make_pass(dout, dlse, q, out, lse, hops, scale, deterministic, sink)
+    heads_of_calls = k.shape[1], ring_pass.first_heads
+    backward = kernel.make_pass(
+        dout, dlse, q, out, lse, hops, scale, deterministic, *heads_of_calls, sink
+    )
     group = q.shape[1] // k.shape[1]
 
     def attend(hop: int, x: HopTensors) -> None:

@@ -17,7 +17,7 @@ import torch
 from ringfa3.kernels.dispatch import select_local_kv
 from ringfa3.kernels.local_kv import LocalKV
 from ringfa3.kernels.reference import accum_dtype
-from ringfa3.pass_interface import Attend, HopTensors, LocalHeads, NoRecording, Recording
+from ringfa3.pass_interface import Attend, HopTensors, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.ring.p2p import Exchange, Message, Transport
@@ -193,14 +193,14 @@ class P2PRingPass:
 
     grads: tuple[torch.Tensor, torch.Tensor]
     precision = "native"
+    first_heads = 0
 
     def __init__(self, transport: Transport, plan: ContextPlan, pass_type: str) -> None:
         """pass_type: "forward" or "backward"."""
         self._transport, self._plan, self._pass_type = transport, plan, pass_type
-        self.recording: Recording = NoRecording()
 
-    def replay(self, *_: object) -> None:
-        """As `RingPass.replay`: messages have no programs."""
+    def run_schedule(self, *_: object) -> None:
+        """As `RingPass.run_schedule`: the C++ launcher sends no messages."""
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
@@ -210,6 +210,7 @@ class P2PRingPass:
         # No split where rows return earlier: they would be added to heads that are not yet stored.
         split = self._grads is not None and self._grads.returned_at_the_end
         self._heads = LocalHeads.of(k) if split else LocalHeads(0)
+        self.first_heads = self._heads.first
 
     def run(self, attend: Attend) -> None:
         """As `RingPass.run`. Hop 0 comes first; some of its KV heads may come last."""
@@ -232,6 +233,7 @@ class P2PRingPass:
             self._grads.add(self._plan.world)
             dtype = self._kv.published.dtype
             self.grads = self._local_kv.round_gradients(self._grads.dkv, None, dtype)
+            del self._kv, self._grads
 
     def _tensors(self, hop: int) -> tuple[torch.Tensor, ...]:
         """K and V of a hop, in a backward also dK and dV."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ringfa3.kernels.recording import Recorder, current_recorder
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.cuda_graphs import ReplayWaits, fork_join
@@ -88,6 +87,14 @@ class DriverCalls(NamedTuple):
 
     calls: list[cuda_driver.Call]
     waits: list[tuple[Stream, list[str], list[cuda_driver.MemoryOp]]]
+
+    def add_to(self, builder: Any) -> None:
+        """Adds the calls to a schedule, in place of `SymmetricBackend.issue`."""
+        counts = [(stream, count) for stream, _, counts in self.waits for count in counts]
+        for call in self.calls:
+            builder.calls(call, counts)
+        for stream, names, _ in self.waits:
+            builder.posts(stream, names)
 
 
 class _Batch(NamedTuple):
@@ -257,9 +264,6 @@ class SymmetricBackend:
                 prepared.waits.append((stream, batch.names, counts))
 
     def issue(self, prepared: DriverCalls) -> None:
-        recorder = current_recorder()
-        if recorder is not None:
-            _record(recorder, prepared)
         for stream, names, counts in prepared.waits:
             for i, count in enumerate(counts, self._waits[stream] + 1):
                 count.value = i & MASK
@@ -357,15 +361,6 @@ class SymmetricBackend:
     def _address(self, rows: BufferSlice) -> int:
         begin = rows.begin * self._row_bytes[rows.buffer]
         return self.memory.address(rows.rank, rows.buffer, rows.slot) + begin
-
-
-def _record(recorder: Recorder, prepared: DriverCalls) -> None:
-    """Passes operations to a recorder before they are issued."""
-    counts = [(stream, count) for stream, _, counts in prepared.waits for count in counts]
-    for call in prepared.calls:
-        recorder.called(call, counts)
-    for stream, names, _ in prepared.waits:
-        recorder.posted(stream, names)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -16,23 +16,21 @@ import torch
 from ringfa3 import host
 from ringfa3.kernels.dispatch import select_local_kv
 from ringfa3.kernels.local_kv import LocalKV, Returns
-from ringfa3.kernels.program import ProgramRecorder
-from ringfa3.kernels.recording import current_recorder
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.pass_interface import Attend, HopTensors, LocalHeads, NoRecording, Recording
+from ringfa3.kernels.symbolic import current_builder, symbolic_memory
+from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
     MAX_PROGRAMS,
     Inputs,
-    ProgramRecording,
     Programs,
     ReplayableCall,
     RingProgram,
     Tensors,
-    kind_of,
+    signature_of,
 )
 from ringfa3.symmetric.stream_ops import (
     AddToSum,
@@ -102,16 +100,18 @@ class Step(NamedTuple):
 class PreparedSteps(NamedTuple):
     """The steps that `start` issues, and those that `run` issues.
 
-    local_kv  what moves the rank's local K/V in them
+    local_kv      what moves the rank's local K/V in them
+    splits_heads  whether some heads of the rank's own keys run first
     """
 
     start: list[Step]
     run: list[Step]
     local_kv: LocalKV
+    splits_heads: bool
 
 
 class CachedCalls(NamedTuple):
-    """The calls of one plan: prepared steps, recorded programs, and calls that start in C++."""
+    """The calls of one plan: prepared steps, programs, and calls that start in C++."""
 
     steps: dict[object, PreparedSteps]
     programs: Programs
@@ -169,12 +169,12 @@ class SymmetricRingPass:
     make_local_kv: Callable[..., LocalKV] = staticmethod(select_local_kv)
     grads: tuple[torch.Tensor, torch.Tensor]
     precision = "native"
+    first_heads = 0
 
     def __init__(self, backend: Backend, plan: ContextPlan, pass_type: str) -> None:
         """pass_type: the schedule to run: "forward", "gathered" or "backward"."""
         self._backend, self._plan, self._pass_type = backend, plan, pass_type
         self._parity: int | None = None  # before the call begins
-        self.recording: Recording = NoRecording()
 
     def _begin(self, k: torch.Tensor) -> int:
         """Begins the call and returns its parity."""
@@ -192,19 +192,22 @@ class SymmetricRingPass:
         self._known = known
         return parity
 
-    def replay(self, k: torch.Tensor, inputs: Inputs, settings: Hashable) -> Tensors | None:
-        """As `RingPass.replay`; begins the call if the C++ launcher starts calls."""
+    def run_schedule(
+        self, k: torch.Tensor, inputs: Inputs, settings: Hashable, code: HostCode
+    ) -> Tensors | None:
+        """As `RingPass.run_schedule`; begins the call if the C++ launcher starts calls."""
         library = host.library()
-        if library is None or not ProgramRecorder.can_tell_apart(inputs):
+        if library is None or torch.cuda.is_current_stream_capturing():
             return None
         parity = self._begin(k)
         stream = CurrentStream.of(k.device)
-        signature = self._key, kind_of(inputs, settings, stream)
-        key = signature, parity
-        program = self._known.programs.get(key, 0)
-        if isinstance(program, int):
-            self.recording = ProgramRecording(library, self._known.programs, key, inputs)
-            return None
+        signature = self._key, signature_of(inputs, settings, stream)
+        programs, key = self._known.programs, (signature, parity)
+        program = programs.get(key)
+        if program is None:
+            if len(programs) >= MAX_PROGRAMS:
+                programs.clear()
+            program = programs[key] = RingProgram.of(library, inputs, code)
         if program.held is None:
             return None
         if library.ring_wanted():
@@ -239,12 +242,14 @@ class SymmetricRingPass:
             )
             prepared[key] = steps
         self._local_kv = steps.local_kv
-        recorder = current_recorder()
-        if recorder is not None:
+        builder = current_builder()
+        if builder is not None:
             for step in (*steps.start, *steps.run):
-                recorder.uses(step.tensors)
+                builder.holds(step.tensors)
         self._dkv_shape = (plan.local_keys, *spec.row)
         self._dkv_dtype = spec.dtypes.get(Buffer.DKV_OUT)
+        if steps.splits_heads:
+            self.first_heads = LocalHeads.of(k).first
         self._issue(steps.start)
         self._rest = steps.run
 
@@ -254,39 +259,50 @@ class SymmetricRingPass:
         The peers' contributions to dK/dV are added after it.
         """
         self._attend = attend
-        self._dkv: torch.Tensor | None = None
+        dkv: torch.Tensor | None = None
         if self._dkv_dtype is not None:  # allocated after the caller's tensors, which are larger
-            self._dkv = self._local[0].new_empty(self._dkv_shape, dtype=self._dkv_dtype)
-        self._issue(self._rest)
+            dkv = self._local[0].new_empty(self._dkv_shape, dtype=self._dkv_dtype)
+        self._issue(self._rest, dkv)
 
-    def _issue(self, steps: Iterable[Step]) -> None:
+    def _issue(self, steps: Iterable[Step], dkv: torch.Tensor | None = None) -> None:
+        builder = current_builder()
         for prepared, work, tensors in steps:
-            self._backend.issue(prepared)
-            if work is not None:
-                self._backend.compute(work, partial(self._do, work, tensors))
+            if builder is None:
+                self._backend.issue(prepared)
+            else:
+                prepared.add_to(builder)
+            if work is None:
+                continue
+            if builder is None:
+                self._backend.compute(work, partial(self._do, work, tensors, dkv))
+            else:
+                self._do(work, tensors, dkv)
 
-    def _do(self, work: Work, tensors: tuple[Any, ...]) -> None:
-        """Performs `work` on the tensors that `_prepare_steps` has made for it."""
+    def _do(self, work: Work, tensors: tuple[Any, ...], dkv: torch.Tensor | None) -> None:
+        """Performs `work` on the tensors that `_prepare_steps` has made for it.
+
+        dkv: (n, 2, hk, d) dK and dV of the rank's own keys; None in a forward.
+        """
         if isinstance(work, Publish):
             self._local_kv.publish(*self._local, *tensors)
         elif isinstance(work, AttendHop):
-            self._do_hop(work, tensors)
+            self._do_hop(work, tensors, dkv)
         elif isinstance(work, AttendGathered):
             k, v, *arrivals = tensors
             self._attend(0, HopTensors(k, v, arrivals=arrivals[0] if arrivals else None))
         elif isinstance(work, AddToSum):
             self._local_kv.add_returns(*tensors)
         else:
-            assert self._dkv is not None
+            assert dkv is not None
             (returns,) = tensors
             dtype = self._local[0].dtype
-            self.grads = self._local_kv.round_gradients(self._dkv, returns, dtype)
+            self.grads = self._local_kv.round_gradients(dkv, returns, dtype)
 
-    def _do_hop(self, work: AttendHop, tensors: tuple[Any, ...]) -> None:
+    def _do_hop(self, work: AttendHop, tensors: tuple[Any, ...], dkv: torch.Tensor | None) -> None:
         if work.kv is not None:
-            self._attend(work.hop, HopTensors.of(tensors))
+            self._attend(work.hop, HopTensors.of(map(symbolic_memory, tensors)))
             return
-        local = (*self._local, *(() if self._dkv is None else self._dkv.unbind(1)))
+        local = (*self._local, *(() if dkv is None else dkv.unbind(1)))
         if work.part is Part.ALL:
             self._attend(0, HopTensors.of(local))
         elif work.part is Part.FIRST:
@@ -354,7 +370,8 @@ def _prepare_steps(
             steps.append(Step(prepared, operation, tensors(operation)))
             pending = []
     steps.append(Step(backend.prepare(pending, in_kernel), None, ()))
-    return PreparedSteps(steps[:count], steps[count:], local_kv)
+    splits = any(isinstance(x, AttendHop) and x.part is Part.FIRST for x in operations)
+    return PreparedSteps(steps[:count], steps[count:], local_kv, splits)
 
 
 def _arrivals(operations: Iterable[Operation]) -> Iterator[Event]:

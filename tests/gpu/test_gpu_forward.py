@@ -14,7 +14,8 @@ import torch
 
 from ringfa3 import flash_attn_varlen_func, functional
 from ringfa3.kernels import dispatch, forward
-from ringfa3.planning.tiling import Tiling, plan_local
+from ringfa3.planning.tile_schedule import Tiling
+from ringfa3.planning.tiling import plan_local
 from tests.support import forward_checks as checks
 from tests.support.launches import leave_sms
 

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringfa3 import RingError, RingFA3Attention, flash_attn_varlen_func, plan_context
-from ringfa3.symmetric import ring_program
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from tests.support.dense import cumulative
 from tests.support.ranks import free_port
@@ -200,8 +198,7 @@ def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None
     torch.cuda.set_device(rank)
     limit = timedelta(seconds=TIMEOUT_S if function is _stall else 60)
     dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit)
-    with mock.patch.object(ring_program, "RECORDED_CALL", 2):
-        function(rank, world)
+    function(rank, world)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringfa3 import RingError, flash_attn_func, plan_context, ring_attn_func
-from ringfa3.symmetric import ring_program
 from ringfa3.symmetric.backend import DriverCalls, SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from ringfa3.symmetric.stream_ops import Copy, Event, Operation, SetSignal, Stream, WaitAndReset
@@ -273,8 +272,7 @@ def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None
     torch.cuda.set_device(rank)
     limit = timedelta(seconds=60 if function in (_exact, _crowded, _overlapping) else TIMEOUT_S)
     dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit)
-    with mock.patch.object(ring_program, "RECORDED_CALL", 2):
-        function(rank, world)
+    function(rank, world)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -91,8 +91,8 @@ def test_dq_order_needs_tiles_in_deterministic_order(emulated: Machine) -> None:
     emulated.settings(0)
     (unit,) = select_units(["backward-d128-bf16"])
     p = checks.problem(0, unit, "cpu", [(20, 20)], (1, 1), (-1, 0))
-    run = BackwardPass(unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic=True)
-    with pytest.raises(ValueError, match="a deterministic pass needs a tiling"):
+    run = BackwardPass(unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, True, 1)
+    with pytest.raises(ValueError, match="needs a tiling of its plan"):
         run.hop(p.k, p.v, p.plan.backward(unit.tile_n, unit.tile_m)[0], p.k, p.v)
 
 
@@ -101,9 +101,7 @@ def test_one_call_of_hop_too_many_raises(emulated: Machine) -> None:
     emulated.settings(0)
     (unit,) = select_units(["backward-d128-bf16"])
     p = checks.problem(0, unit, "cpu", [(20, 20)], (1, 1), (-1, 0))
-    run = BackwardPass(
-        unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, deterministic=False
-    )
+    run = BackwardPass(unit, p.dout, p.dlse, p.q, p.out, p.lse, p.plan, p.scale, False, 1)
     (tiling,) = p.plan.backward(unit.tile_n, unit.tile_m)
     dk, dv = torch.empty_like(p.k), torch.empty_like(p.v)
     for _ in range(2):

@@ -17,7 +17,8 @@ import torch
 from ringfa3 import plan_context
 from ringfa3.build.units import VARIANTS, Unit
 from ringfa3.kernels import forward, launch, reference
-from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local
+from ringfa3.planning.tile_schedule import FIRST, LAST, Tiling
+from ringfa3.planning.tiling import plan_local
 from tests.support.emulation import PROCESSORS, Machine, machine, unit
 from tests.support.launches import leave_sms
 

@@ -13,7 +13,7 @@ import pytest
 from ringfa3.build.compile import source_folder
 from ringfa3.build.units import UNITS
 from ringfa3.kernels import backward, forward, launch, local_kv, quantise, quantised
-from ringfa3.planning import tiling, work_split
+from ringfa3.planning import tile_schedule, work_split
 from ringfa3.quantisation.key_tiles import KEY_TILE_RECORD
 
 MIRRORS = (
@@ -37,8 +37,8 @@ MIRRORS = (
 )
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 RECORDS = {
-    "Span": tiling.SPAN,
-    "Tile": tiling.TILE,
+    "Span": tile_schedule.SPAN,
+    "Tile": tile_schedule.TILE,
     "WorkUnit": work_split.WORK_UNIT,
     "KeyTile": KEY_TILE_RECORD,
 }

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from ringfa3.kernels import forward, uploads
+from ringfa3 import plan_context
+from ringfa3.build.units import UNITS
+from ringfa3.kernels import backward, forward, uploads
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.planning.tiling import Tiling, plan_local
+from ringfa3.planning.tile_schedule import Tiling
+from ringfa3.planning.tiling import plan_local
+from ringfa3.planning.work_split import split_work
 
 CPU = torch.device("cpu")
 
@@ -46,7 +52,7 @@ def on(stream: int, captured: bool = False, handle: int = 7) -> CurrentStream:
 
 
 def read(tiling: Tiling, stream: CurrentStream) -> forward.Tables:
-    return forward._tables.get(tiling, stream, (), lambda: forward.Tables.of(tiling, CPU))
+    return forward.tables(tiling, stream)
 
 
 def tiling() -> Tiling:
@@ -54,13 +60,60 @@ def tiling() -> Tiling:
     return plan_local(lengths, lengths, -1, 0).forward(128)[0]
 
 
+def at(address: int, table: npt.NDArray[Any]) -> bytes:
+    return ctypes.string_at(address, table.nbytes)
+
+
 def test_every_stream_has_tables_of_its_own(events: Events) -> None:
     """By its id: streams 1 and 2 have one handle, at different times or in two threads."""
     some = tiling()
     one, other = (read(some, on(stream)) for stream in (1, 2))
-    assert one.tiles.data_ptr() != other.tiles.data_ptr()
-    assert one.spans.numpy().tobytes() == other.spans.numpy().tobytes() == some.spans.tobytes()
+    assert one.memory.data_ptr() != other.memory.data_ptr()
+    for tables in (one, other):
+        (hop,) = tables.hops
+        assert at(hop.spans, some.spans) == some.spans.tobytes()
+        assert at(hop.tiles, some.tiles) == some.tiles.tobytes()
     assert read(some, on(1, handle=8)) is one
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_plan_is_uploaded_once_for_each_direction(
+    events: Events, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """All hops, and a backward's heads in two calls: the tables lie at their addresses."""
+    plan, uploads_made = plan_context([0, 150, 700], (1, 3)).hops, []
+
+    def upload(*arguments: Any) -> uploads.Uploaded:
+        uploads_made.append(arguments)
+        return uploads.upload(*arguments)
+
+    monkeypatch.setattr(forward, "upload", upload)
+    monkeypatch.setattr(backward, "upload", upload)
+    tilings = plan.forward(128)
+    found = {id(forward.tables(x, on(1))): forward.tables(x, on(1)) for x in tilings}
+    (tables,) = found.values()
+    for tiling, hop in zip(tilings, tables.hops, strict=True):
+        assert at(hop.tiles, tiling.tiles) == tiling.tiles.tobytes()
+        assert at(hop.spans, tiling.spans) == tiling.spans.tobytes()
+    assert len(uploads_made) == 1
+
+    (unit,) = (u for u in UNITS if u.name == "backward-d128-bf16")
+    split = backward.Split(group=2, kv_heads=3, first_heads=1)
+    made = backward.Tables.of(plan, unit, deterministic, split, 132, CPU)
+    assert len(uploads_made) == 2
+    blocks = backward.grid_blocks(plan, unit.tile_m)
+    assert at(made.blocks, blocks) == blocks.tobytes()
+    assert sorted(made.hops) == [(0, 1), (0, 2), (1, 3), (2, 3)]
+    for (number, heads), hop in made.hops.items():
+        tiling = plan.backward(unit.tile_n, unit.tile_m, deterministic)[number]
+        settings = 132 // unit.cluster, unit.head_dim, deterministic
+        units = split_work(tiling, unit.tile_m, 2, heads, *settings)
+        assert hop.num_work_units == len(units)
+        for address, table in zip(
+            hop.addresses, (units, tiling.spans, tiling.earlier), strict=True
+        ):
+            assert address % uploads.ALIGNMENT == 0
+            assert at(address, table) == table.tobytes()
 
 
 def test_a_captured_launch_waits_for_the_upload_that_it_reads(
@@ -68,17 +121,17 @@ def test_a_captured_launch_waits_for_the_upload_that_it_reads(
 ) -> None:
     """Once: the first upload, of whatever stream, with an event recorded behind it."""
 
-    def upload(*arguments: Any) -> torch.Tensor:
+    def upload(*arguments: Any) -> uploads.Uploaded:
         events.log.append(("upload", 0))
         return uploads.upload(*arguments)
 
     monkeypatch.setattr(forward, "upload", upload)
     some = tiling()
     first = read(some, on(1))
-    expected = [("upload", 0), ("upload", 0), ("record", 0)]
+    expected = [("upload", 0), ("record", 0)]
     assert events.log == expected
     read(some, on(2))
-    expected += [("upload", 0), ("upload", 0)]
+    expected += [("upload", 0)]
     for stream in (1, 2):
         assert read(some, on(stream, captured=True)) is first
     assert events.log == [*expected, ("finish", 0)]
@@ -89,7 +142,7 @@ def test_tables_that_a_graph_reads_are_kept(events: Events, captured: bool) -> N
     """Others go with their plan."""
     some = tiling()
     read(some, on(1))
-    gone = weakref.ref(read(some, on(1, captured)).tiles)
+    gone = weakref.ref(read(some, on(1, captured)).memory)
     del some
     gc.collect()
     assert (gone() is None) is not captured
@@ -110,11 +163,11 @@ def test_a_new_plan_cannot_be_captured(events: Events) -> None:
 def test_streams_without_end_keep_a_bounded_number_of_tables(events: Events) -> None:
     """The oldest go; what a graph may read stays."""
     some = tiling()
-    alive = [weakref.ref(read(some, on(n)).tiles) for n in range(2 * uploads.MAX_TABLES)]
+    alive = [weakref.ref(read(some, on(n)).memory) for n in range(2 * uploads.MAX_TABLES)]
     gc.collect()
     kept = [n for n, ref in enumerate(alive) if ref() is not None]
     assert kept == [0, *range(uploads.MAX_TABLES, 2 * uploads.MAX_TABLES)]
-    assert read(some, on(0, captured=True)).tiles is alive[0]()
+    assert read(some, on(0, captured=True)).memory is alive[0]()
 
 
 def test_launches_of_a_stream_share_a_counter() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ringfa3.masks.mask import Mask
 from ringfa3.planning.context_plan import ContextPlan, plan_context
-from ringfa3.planning.tiling import Tiling
+from ringfa3.planning.tile_schedule import Tiling
 from tests.planning.test_tiling import MODES, rectangles, tilings
 from tests.support.masks import Union, unions
 from tests.support.strategies import layouts, tiles

@@ -26,7 +26,7 @@ from ringfa3.planning.context_plan import (
     plan_context,
 )
 from ringfa3.planning.process_groups import warn_if_alone
-from ringfa3.planning.tiling import FIRST
+from ringfa3.planning.tile_schedule import FIRST
 from tests.support.dense import band, cumulative, mask
 from tests.support.strategies import Case, cases
 

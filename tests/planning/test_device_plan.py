@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringfa3.build.compile import source_folder
-from ringfa3.planning.tiling import Table
+from ringfa3.planning.tile_schedule import Table
 from ringfa3.planning.work_split import split_work, visited_blocks
 from tests.planning.test_tiling import rectangles
 from tests.support.masks import MaskCase, mask_cases

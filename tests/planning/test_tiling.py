@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringfa3.planning.context_plan import ContextPlan, plan_context
-from ringfa3.planning.tiling import FIRST, LAST, Plan, Tiling, plan_local
+from ringfa3.planning.tile_schedule import FIRST, LAST, Tiling
+from ringfa3.planning.tiling import Plan, plan_local
 from tests.support.dense import mask
 from tests.support.strategies import Case, cases, key_tokens, tiles, windows
 

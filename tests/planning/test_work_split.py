@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ringfa3.planning import work_split
 from ringfa3.planning.context_plan import plan_context
-from ringfa3.planning.tiling import Tiling, plan_local
+from ringfa3.planning.tile_schedule import Tiling
+from ringfa3.planning.tiling import plan_local
 from ringfa3.planning.work_split import SHARED, split_work, visited_blocks
 from tests.planning.test_tiling import rectangles
 from tests.support.strategies import Case, cases, tiles

@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -48,7 +50,7 @@ class Problem:
     plain: Gradients  # of PyTorch in the dtype of q
     mask: torch.Tensor  # (t, n) bool, True where a query attends to a key
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         return plan_local(
             *(np.array(n, np.int64) for n in zip(*self.lengths, strict=True)), *self.window
@@ -143,20 +145,20 @@ def differentiate(
     )
     with leave_sms(free_sms), _new_memory_holds_nan():
         rows = p.dout, p.dlse, p.q, p.out, p.lse
-        run = BackwardPass(unit, *rows, p.plan, p.scale, deterministic)
+        run = BackwardPass(unit, *rows, p.plan, p.scale, deterministic, p.k.shape[1])
         run.hop(p.k, p.v, tiling, dk, dv)
         return [run.dq(), dk[..., : p.q.shape[2]], dv]
 
 
 @contextmanager
 def _new_memory_holds_nan() -> Iterator[None]:
-    """`torch.empty` fills what it makes: kernels must not rely on zeros in their workspace."""
-    empty = torch.empty
+    """`Tensor.new_empty` fills what it makes: kernels must not rely on zeros in their workspace."""
+    new_empty = torch.Tensor.new_empty
 
-    def filled(*shape: object, **options: object) -> torch.Tensor:
-        return empty(*shape, **options).fill_(torch.nan)
+    def filled(*of: Any, **options: Any) -> torch.Tensor:
+        return new_empty(*of, **options).fill_(torch.nan)
 
-    with patch.object(torch, "empty", filled):
+    with patch.object(torch.Tensor, "new_empty", filled):
         yield
 
 
@@ -257,7 +259,7 @@ def hops_hold_the_gate(
     runs = [
         BackwardPass(
             unit, p.dout[at], p.dlse[:, at], p.q[at], p.out[at], p.lse[:, at], plan.hops, p.scale,
-            deterministic,
+            deterministic, 2, 1,
         )
         for plan, at in zip(plans, here, strict=True)
     ]  # fmt: skip

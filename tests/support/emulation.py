@@ -240,7 +240,7 @@ class Machine:
         resident_ctas   CTAs of a launch that run at once, or the clusters of these
         """
         self.runtime.emulator_reset(seed, async_chance, deadlock_s, resident_ctas)
-        uploaded = (forward._tables, backward._tables, backward._grids, quantise._tables)
+        uploaded = (forward._tables, backward._tables, quantise._tables)
         others = (quantised._first_tiles, forward._counters, local_kv._uploaded)
         for table in (*uploaded, *others):
             table.clear()

@@ -16,7 +16,8 @@ import torch
 from ringfa3 import flash_attn_varlen_func
 from ringfa3.build.units import Unit
 from ringfa3.kernels import forward
-from ringfa3.planning.tiling import FIRST, LAST, Plan, Tiling, plan_local
+from ringfa3.planning.tile_schedule import FIRST, LAST, Tiling
+from ringfa3.planning.tiling import Plan, plan_local
 
 WINDOWS = ((-1, -1), (-1, 0), (100, 0), (64, 64), (0, 0), (300, -1))
 LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 300)

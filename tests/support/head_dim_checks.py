@@ -15,7 +15,8 @@ from ringfa3 import flash_attn_varlen_func
 from ringfa3.build.units import Unit
 from ringfa3.kernels import forward
 from ringfa3.kernels.backward import BackwardPass
-from ringfa3.planning.tiling import FIRST, LAST, plan_local
+from ringfa3.planning.tile_schedule import FIRST, LAST
+from ringfa3.planning.tiling import plan_local
 from tests.support import backward_checks, dense, forward_checks
 
 MARK = 1024.0  # of columns that kernels must not write; exact in 16 bits
@@ -104,7 +105,7 @@ def backward_keeps_to_its_columns(
     p = backward_checks.problem(2, unit, device, lengths, (2, 1), (-1, -1), head_dims=head_dims)
     q, k, v, out, dout = (beside(x, torch.nan) for x in (p.q, p.k, p.v, p.out, p.dout))
     dk, dv = (beside(torch.full_like(x, torch.nan, dtype=kind), MARK) for x in (p.k, p.v))
-    run = BackwardPass(unit, dout, p.dlse, q, out, p.lse, p.plan, p.scale, deterministic=False)
+    run = BackwardPass(unit, dout, p.dlse, q, out, p.lse, p.plan, p.scale, False, k.shape[1])
     run.hop(k, v, p.plan.backward(unit.tile_n, unit.tile_m)[0], dk, dv)
     assert (columns_behind(dk) == MARK).all()
     assert (columns_behind(dv) == MARK).all()

@@ -9,7 +9,7 @@ import torch
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func
 from ringfa3.kernels.launch import pointer_offsets
-from ringfa3.kernels.program import POINTER, STRUCTURES
+from ringfa3.kernels.schedule import POINTER, STRUCTURES, pointer_names
 from tests.support.fake_kernels import FakeKernels, Launched
 
 # Pointers of launches to tables of a plan, which both hosts share, and into a backward's workspace.
@@ -133,7 +133,7 @@ def in_terms(
     words = bytearray(launched.words)
     places: list[tuple[str, object]] = []
     begin = 0  # of the workspace
-    for name, at in zip(_names(structure), pointer_offsets(structure), strict=True):
+    for name, at in zip(pointer_names(structure), pointer_offsets(structure), strict=True):
         address = int.from_bytes(words[at : at + POINTER], "little")
         words[at : at + POINTER] = bytes(POINTER)
         tensor = name.split(".")[0]  # a freed buffer may have had the address of a later result
@@ -146,14 +146,3 @@ def in_terms(
         else:
             places.append((name, tensor if owned else "a buffer"))
     return launched.name, bytes(words), tuple(places), launched.stream
-
-
-def _names(structure: Any, prefix: str = "") -> list[str]:
-    """The names of a structure's pointers, in order."""
-    found = []
-    for name, kind in structure._fields_:
-        if hasattr(kind, "_fields_"):
-            found += _names(kind, f"{prefix}{name}.")
-        elif kind.__name__ == "c_void_p":
-            found.append(prefix + name)
-    return found

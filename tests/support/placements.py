@@ -12,7 +12,7 @@ import numpy as np
 
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.sharding import Segments, partition
-from ringfa3.planning.tiling import Tiling
+from ringfa3.planning.tile_schedule import Tiling
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.stream_ops import Operation
 

@@ -18,7 +18,8 @@ from ringfa3.build.units import IN_KERNEL_TRANSPOSE, Unit
 from ringfa3.kernels import quantised, quantised_reference
 from ringfa3.kernels.quantise import TiledKV
 from ringfa3.kernels.reference import TILE_M
-from ringfa3.planning.tiling import Plan, Tiling, plan_local
+from ringfa3.planning.tile_schedule import Tiling
+from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.quantisation.channels import KVCentres
 from ringfa3.quantisation.formats import FORMATS, Formats
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles

@@ -3,7 +3,8 @@ do nothing.
 
 `python -m tests.support.ring_host_time` prints the medians of both hosts, in turn: time that the
 thread of one rank runs on the CPU, for an op without the checks and the agreement that Python's
-call begins with. A GPU's driver adds its own time to each call, launch and allocation.
+call begins with. "first" is a plan's first call, with its tilings, tables and schedule. A GPU's
+driver adds its own time to each call, launch and allocation.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ringfa3.build.host_library import ensure_host_library
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring import op
 from ringfa3.ring.prepare_call import PreparedCall
-from ringfa3.symmetric import cuda_driver, ring_program
+from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.signals import Signals
@@ -36,7 +37,7 @@ from tests.support.host_time import ROUNDS, microseconds
 CPU = torch.device("cpu")
 WORLDS = (2, 4)
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 128, 16, 8, 64  # of a rank
-WARM_UP = 8  # calls: of both parities one is seen, one recorded, one replayed, one begins again
+WARM_UP = 4  # calls: of both parities one builds the program, one begins again
 
 
 class Alone(FakeGroup):
@@ -87,7 +88,6 @@ def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[floa
         mock.patch.object(cuda_driver, "_entries", return_value=cuda.entries),
         mock.patch.object(SymmetricBackend, "compute", lambda _, __, work: work()),
         mock.patch.object(Signals, "reached", return_value=True),
-        mock.patch.object(ring_program, "RECORDED_CALL", 2),
     ):
         backend = SymmetricBackend(Alone(ranks, 0, 60.0), CPU, 60.0, print)  # type: ignore[arg-type]
         plan = plan_context(TOKENS * world, (backend.group.rank, world))
@@ -104,6 +104,12 @@ def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[floa
                         taken = microseconds(call)
                         if number:
                             times.setdefault((pass_type, name), []).append(taken)
+                    cut = 8 + 2 * number + host.HOSTS.index(name)  # a plan that none has seen
+                    fresh = plan_context([0, cut, TOKENS * world], (backend.group.rank, world))
+                    for pass_type, call in calls(fresh).items():
+                        taken = microseconds(call, 1)
+                        if number:
+                            times.setdefault((f"{pass_type}, first", name), []).append(taken)
     return times
 
 

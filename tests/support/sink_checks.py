@@ -15,7 +15,8 @@ from ringfa3.kernels import forward
 from ringfa3.kernels.backward import BackwardPass
 from ringfa3.kernels.reference import preprocess
 from ringfa3.kernels.sinks import sink_gradient
-from ringfa3.planning.tiling import LAST, plan_local
+from ringfa3.planning.tile_schedule import LAST
+from ringfa3.planning.tiling import plan_local
 from tests.support import dense, forward_checks
 
 SINKS = (0.5, 60.0, -60.0, 4.0)  # nats, of four heads; scores are N(0, 1)
@@ -166,7 +167,8 @@ def gradients_hold_the_gate(unit: Unit, device: str, with_dlse: bool) -> torch.T
     plan = plan_local(*(np.array(n) for n in zip(*LENGTHS, strict=True)), -1, 0)
     scale = unit.head_dim**-0.5
     dk, dv = torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)
-    run = BackwardPass(unit, dout, dlse, q, out, lse, plan, scale, deterministic=False, sink=sink)
+    rows = dout, dlse, q, out, lse
+    run = BackwardPass(unit, *rows, plan, scale, False, k.shape[1], sink=sink)
     run.hop(k, v, plan.backward(unit.tile_n, unit.tile_m)[0], dk, dv)
     found = ("dq", run.dq()), ("dk", dk), ("dv", dv)
     for (name, x), ref, plain in zip(found, exact[:3], results[1][1][:3], strict=True):
@@ -189,10 +191,11 @@ def gradients_hold_the_gate(unit: Unit, device: str, with_dlse: bool) -> torch.T
 
 
 def a_pass_without_sinks_gives_none(unit: Unit, device: str) -> None:
-    q = _inputs(unit, device)[0]
+    inputs = _inputs(unit, device)
+    q = inputs[0]
     plan = plan_local(*(np.array(n) for n in zip(*LENGTHS, strict=True)), -1, 0)
     lse = torch.zeros(HEADS[0], len(q), device=device)
-    run = BackwardPass(unit, q, None, q, q, lse, plan, 1.0, deterministic=False)
+    run = BackwardPass(unit, q, None, q, q, lse, plan, 1.0, False, inputs[1].shape[1])
     assert run.dsink().shape == (0,)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ringfa3 import host
-from ringfa3.kernels.program import DTYPES
+from ringfa3.kernels.schedule import DTYPES
 from ringfa3.planning import context_plan
 from ringfa3.ring import op
 from ringfa3.symmetric import cuda_driver

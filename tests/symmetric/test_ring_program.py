@@ -15,19 +15,15 @@ import pytest
 import torch
 
 from ringfa3 import host
-from ringfa3.kernels.program import STRUCTURES
+from ringfa3.kernels.schedule import STRUCTURES
 from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.ring.op import run_backward, run_forward
 from ringfa3.ring.prepare_call import PreparedCall
-from ringfa3.symmetric import cuda_driver, ring_program, self_test
+from ringfa3.symmetric import cuda_driver, ring_pass, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.ring_program import (
-    MAX_PROGRAMS,
-    RECORDED_CALL,
-    ProgramRecording,
-    Programs,
     RingProgram,
 )
 from ringfa3.symmetric.self_test import open_backend
@@ -114,12 +110,8 @@ def on_ranks(
     world: int,
     work: Callable[[Rank, Any], Any],
     documents: bool = False,
-    recorded: int = 2,
 ) -> list[Any]:
-    """Runs work(rank, choose) on ranks; choose(host) makes all of them choose it.
-
-    recorded: in place of RECORDED_CALL.
-    """
+    """Runs work(rank, choose) on ranks; choose(host) makes all of them choose it."""
     ranks = Ranks(world, seed=world)
     ranks.cuda = cuda = LoggedCuda(world, kernels)
     meet = threading.Barrier(world, timeout=20.0)
@@ -143,7 +135,6 @@ def on_ranks(
         cuda.stands_in(),
         mock.patch.multiple(self_test, TEST_TOKENS=8, TEST_S=20.0),
         mock.patch("ringfa3.symmetric.ipc_memory.ALIGNMENT", 64),
-        mock.patch.object(ring_program, "RECORDED_CALL", recorded),
     ):
         results = ranks.run(enter)
     assert not cuda.problems
@@ -156,7 +147,7 @@ def test_a_replayed_call_does_what_python_does(
 ) -> None:
     """Each driver call with its words, memory operation, launch and tensor operation in its order,
     the waits that are posted and counted, and results bit for bit; both parities, several calls."""
-    steps = 8  # of a parity: seen, recorded, replayed twice
+    steps = 4  # two of each parity: the first one builds the program
 
     def work(rank: Rank, choose: Callable[[str], None]) -> None:
         made: dict[str, list[Any]] = {}
@@ -182,7 +173,7 @@ def test_a_replayed_call_does_what_python_does(
 
     with replays() as counts:
         on_ranks(kernels, world, work, documents)
-    assert list(counts.values()) == [3 * (steps - 4)] * world
+    assert list(counts.values()) == [3 * steps] * world
 
 
 # At 4 ranks: calls of the driver, with the one that sets the context; kernels. In longer shards a
@@ -197,7 +188,6 @@ def test_a_replayed_call_of_4_ranks_computes_in_kernels_alone(kernels: FakeKerne
     def work(rank: Rank, choose: Callable[[str], None]) -> dict[str, tuple[int, int]]:
         rank.grow()
         choose("cpp")
-        _all_kinds(rank, 6)
         found = {}
         for pass_type in PASS_TYPES:
             names = [str(entry[0]) for entry in rank.call(pass_type, 0)[0]]
@@ -210,7 +200,7 @@ def test_a_replayed_call_of_4_ranks_computes_in_kernels_alone(kernels: FakeKerne
 
     with replays() as counts:
         costs = on_ranks(kernels, 4, work)
-    assert min(counts.values()) >= 2 * len(PASS_TYPES)
+    assert min(counts.values()) == len(PASS_TYPES)
     for pass_type, most in COSTS.items():
         assert max(cost[pass_type] for cost in costs) == most, pass_type
 
@@ -227,8 +217,8 @@ def _same(found: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]) -> 
 
 
 def test_programs_go_when_what_they_hold_changes(kernels: FakeKernels) -> None:
-    """Larger shared memory, another stream, a capture, a plan that dies. Each time Python runs
-    calls again, then they are replayed, with equal results."""
+    """Larger shared memory, another stream, a capture, which Python runs, a plan that dies. Each
+    time schedules are built again, and results are equal."""
 
     def work(rank: Rank, choose: Callable[[str], None]) -> None:
         me, ranks, cuda = threading.get_ident(), rank.group.meeting, rank.cuda
@@ -236,31 +226,32 @@ def test_programs_go_when_what_they_hold_changes(kernels: FakeKernels) -> None:
         wanted = _all_kinds(rank, 2)
         choose("cpp")
 
-        def expect(turns: int, replayed: int) -> None:
-            before = counts.get(me, 0)
-            assert _same(_all_kinds(rank, turns), wanted)
-            assert counts.get(me, 0) - before == len(PASS_TYPES) * replayed
+        def expect(programs: int) -> None:
+            before, known = counts.get(me, 0), built.get(me, 0)
+            assert _same(_all_kinds(rank, 3), wanted)
+            assert counts.get(me, 0) - before == len(PASS_TYPES) * 3
+            assert built.get(me, 0) - known == len(PASS_TYPES) * programs
 
-        expect(6, 2)
+        expect(2)
+        expect(0)
         larger = rank.new_plan(64)
         for pass_type in 2 * PASS_TYPES:
             rank.call(pass_type, 0, larger)
-        expect(6, 2)
+        expect(2)
         number = rank.group.rank
         first, ranks._current[number] = ranks._current[number], cuda.stream(compute=True)
-        expect(6, 2)
+        expect(2)
         ranks._current[number] = first
-        expect(2, 2)
+        expect(0)
         before = counts[me]
         for _ in range(2):
             with ranks.capture():
                 rank.call("forward", 0)
         assert counts[me] == before
-        expect(6, 2)
+        expect(2)
         known, plan = len(rank.backend.call_cache), rank.new_plan(40)
-        for pass_type in 6 * PASS_TYPES:
+        for pass_type in PASS_TYPES:
             rank.call(pass_type, 0, plan)
-        assert counts[me] == before + 4 * len(PASS_TYPES)
         assert len(rank.backend.call_cache) == known + 1
         context_plan._cached_plan.cache_clear()
         del plan
@@ -270,7 +261,15 @@ def test_programs_go_when_what_they_hold_changes(kernels: FakeKernels) -> None:
             time.sleep(0.05)
         assert len(rank.backend.call_cache) == known
 
-    with replays() as counts:
+    built: dict[int, int] = {}
+    make = RingProgram.of
+
+    def counted(*given: Any) -> RingProgram:
+        me = threading.get_ident()
+        built[me] = built.get(me, 0) + 1
+        return make(*given)
+
+    with replays() as counts, mock.patch.object(RingProgram, "of", counted):
         on_ranks(kernels, 2, work)
 
 
@@ -304,45 +303,36 @@ def test_a_refused_call_raises_the_error_of_python(kernels: FakeKernels, refused
     assert texts["cpp"][0][1].startswith(name)
 
 
-def test_kinds_of_calls_are_bounded() -> None:
-    """One too many forgets all; a call with a key that was seen before forgets none."""
-    programs: Programs = dict.fromkeys(range(MAX_PROGRAMS - 1), 1)
-    for pass_type in (MAX_PROGRAMS - 1, 0):
-        ProgramRecording(None, programs, pass_type, ())
-        assert list(programs) == list(range(MAX_PROGRAMS))
-    ProgramRecording(None, programs, "another", ())
-    assert list(programs) == ["another"]
-
-
-def test_calls_of_one_step_are_not_recorded(kernels: FakeKernels) -> None:
-    """128 layers call 64 times in each parity; the next call of a parity is recorded."""
+def test_programs_of_a_plan_are_bounded(kernels: FakeKernels) -> None:
+    """One too many forgets all."""
 
     def work(rank: Rank, choose: Callable[[str], None]) -> list[int]:
+        rank.grow()
         choose("cpp")
         made = []
-        for calls in (128, 2):
-            for _ in range(calls):
-                rank.call("forward", 0)
-            known = rank.backend.call_cache[rank.plan.hops].programs.values()
-            made.append(sum(isinstance(x, RingProgram) for x in known))
+        for _ in range(2):
+            for pass_type in PASS_TYPES:
+                rank.call(pass_type, 0)
+                made.append(len(rank.backend.call_cache[rank.plan.hops].programs))
         return made
 
-    assert on_ranks(kernels, 2, work, recorded=RECORDED_CALL) == [[0, 2], [0, 2]]
+    with mock.patch.object(ring_pass, "MAX_PROGRAMS", 5):
+        assert on_ranks(kernels, 2, work) == [[1, 2, 3, 4, 5, 1]] * 2
 
 
 def test_inputs_that_no_program_serves_are_run_by_python(kernels: FakeKernels) -> None:
-    """One tensor as K and V, and a narrow V, which is widened."""
+    """A narrow V, which is widened."""
 
     def work(rank: Rank, choose: Callable[[str], None]) -> None:
         rank.grow()
         q, k, v, *_ = rank.inputs(0, rank.plan)
         call = PreparedCall(rank.plan, "forward", partial(SymmetricRingPass, rank.backend))
-        for given in ((q, k, k), (q, k, v[..., :32])):
-            choose("python")
-            wanted = run_forward(*given, SCALE, call)
-            choose("cpp")
-            for _ in range(6):
-                assert all(map(equal, run_forward(*given, SCALE, call), wanted))
+        given = q, k, v[..., :32]
+        choose("python")
+        wanted = run_forward(*given, SCALE, call)
+        choose("cpp")
+        for _ in range(4):
+            assert all(map(equal, run_forward(*given, SCALE, call), wanted))
 
     with replays() as counts:
         on_ranks(kernels, 2, work)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ringfa3.kernels import reference
 from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.tiling import Tiling
+from ringfa3.planning.tile_schedule import Tiling
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.stream_ops import Copy, EndStart, Stream, WaitEvent
 from tests.support.dense import attention, gradients, mask, tensors, worst

@@ -10,7 +10,8 @@ from ringfa3.bench.common.implementations import require_kernel
 from ringfa3.bench.common.problem import PreparedRun, Problem, UnsupportedCaseError
 from ringfa3.kernels.dispatch import select_forward
 from ringfa3.kernels.reference import accum_dtype
-from ringfa3.planning.tiling import FIRST, LAST, Tiling, plan_local
+from ringfa3.planning.tile_schedule import FIRST, LAST, Tiling
+from ringfa3.planning.tiling import plan_local
 
 # The flags of all tiles, see `Tiling`. The first epilogue is compared with each of the others.
 EPILOGUES = {

@@ -11,7 +11,8 @@ from itertools import accumulate
 import numpy as np
 
 from ringfa3.masks.mask import Mask
-from ringfa3.planning.tiling import Table, plan_local
+from ringfa3.planning.tile_schedule import Table
+from ringfa3.planning.tiling import plan_local
 
 CAUSAL, FULL = (-1, 0), (-1, -1)
 FORWARD, BACKWARD = "forward", "backward"

@@ -8,7 +8,7 @@ import numpy as np
 
 from ringfa3.bench.ring.cases import RingCase
 from ringfa3.planning.context_plan import ContextPlan, plan_context
-from ringfa3.planning.tiling import Tiling
+from ringfa3.planning.tile_schedule import Tiling
 
 
 @dataclass(frozen=True)

@@ -71,11 +71,9 @@ from ringfa3.bench.ring.summary import ring_lines, ring_row_line
 from ringfa3.bench.ring.table import ring_tables
 from ringfa3.kernels.dispatch import fallback_reason, select_forward
 from ringfa3.numa import bind_to_numa_node
-from ringfa3.symmetric import ring_program
 from ringfa3.symmetric.forward_mode import FORWARD_MODES, gathered_bytes, select_forward_mode
 
 PRESENTATION = Presentation(ring_tables, ring_lines, ring_figures, ring_row_line)
-RECORDED_CALL = ring_program.RECORDED_CALL  # of the product
 WARM_UP_TOKENS = 64  # of each rank, before memory is measured
 T = TypeVar("T")
 
@@ -95,13 +93,6 @@ def run(options: Options) -> int:
 
     Raises BenchError, on every rank, where nothing can be measured.
     """
-    try:
-        return _run(options)
-    finally:
-        ring_program.RECORDED_CALL = RECORDED_CALL
-
-
-def _run(options: Options) -> int:
     settings = _settings(options)
     rank, world, local = job_ranks()
     device = machine.find_device(options.device, local)
@@ -224,8 +215,6 @@ class Job:
         arguments = (case, direction, self.dtype, self.device, implementations)
         pairs = 0 if case.set == ERROR else self.options.pairs
         row: Row
-        # Other rows repeat one plan, as later steps of a run do. A step has 16 calls of a plan.
-        ring_program.RECORDED_CALL = RECORDED_CALL if case.set == FRESH else 2
         try:
             if case.set in STEPS:
                 ring = self.rings(case, direction, comm)[0]

@@ -37,7 +37,8 @@ from ringfa3.bench.ring.implementations import Ring
 from ringfa3.kernels import reference
 from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.kernels.sinks import sink_gradient
-from ringfa3.planning.tiling import FIRST, Plan
+from ringfa3.planning.tile_schedule import FIRST
+from ringfa3.planning.tiling import Plan
 from tests.support.cases import CASES
 from tests.support.dense import attention, gradients, mask, worst
 
