@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from ringfa3.hf.router_loss import asks_for_router_logits
 from ringfa3.planning.context_plan import plan_context
 
 TOKENS = 13
@@ -159,13 +160,6 @@ def _run(model: torch.nn.Module, probe: Probe, with_positions: bool) -> Any:
     if asks_for_router_logits(model, {}):  # a call that does not is the only one allowed
         given["output_router_logits"] = False
     return model(input_ids=ids, **given)
-
-
-def asks_for_router_logits(model: torch.nn.Module, keywords: dict[str, Any]) -> bool:
-    """Whether a call asks for the balance of experts, by its flag or else by the config."""
-    flag = keywords.get("output_router_logits")
-    config = getattr(model, "config", None)
-    return bool(getattr(config, "output_router_logits", False) if flag is None else flag)
 
 
 @contextmanager

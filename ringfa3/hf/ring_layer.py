@@ -26,7 +26,8 @@ from ringfa3.hf.checks import (
 from ringfa3.hf.documents import begins_of, documents_of
 from ringfa3.hf.gated_delta_net import let_run
 from ringfa3.hf.masks import Mask
-from ringfa3.hf.probe import FAILURES, Probe, asks_for_router_logits, check_model
+from ringfa3.hf.probe import FAILURES, Probe, check_model
+from ringfa3.hf.router_loss import asks_for_router_logits, carry_plan, let_balance
 from ringfa3.masks.mask import Mask as SpanMask
 from ringfa3.planning.context_plan import ContextPlan, effective_window, plan_context
 from ringfa3.ring.op import ring_attn_func
@@ -50,9 +51,13 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     def checked(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Any:
         plan, mask = (keywords.get(name) for name in ("ringfa3_plan", "ringfa3_mask"))
         probed = isinstance(plan, Probe) or isinstance(mask, Probe)
-        if not probed and (plan is not None or mask is not None):
-            check_call(model, inputs, keywords)
-        return call(model, *inputs, **keywords)
+        if probed or (plan is None and mask is None):
+            return call(model, *inputs, **keywords)
+        check_call(model, inputs, keywords)
+        outputs = call(model, *inputs, **keywords)
+        if plan is not None:
+            carry_plan(outputs, plan)
+        return outputs
 
     return checked
 
@@ -100,7 +105,10 @@ def check_call(model: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[s
             return
         require_plan(plan)
         check_tokens(model, named)
-        _check_losses(model, named)
+        if named.get("labels") is not None:
+            _check_labels(named)
+        if asks_for_router_logits(model, named):
+            let_balance(model)
         let_run(model)
         check_model(model)
         plans = [plan.with_mask(mask) for mask in masks] or [plan]
@@ -128,16 +136,6 @@ def _check_labels(keywords: dict[str, Any]) -> None:
             "and divide the loss by the number of this rank's labels: shift them, then pass "
             "shift_labels=plan.shard(shifted) and num_items_in_batch, the number of labels of all "
             "ranks"
-        )
-
-
-def _check_losses(model: torch.nn.Module, keywords: dict[str, Any]) -> None:
-    if keywords.get("labels") is not None:
-        _check_labels(keywords)
-    if asks_for_router_logits(model, keywords):
-        raise ValueError(
-            "output_router_logits=True with ringfa3_plan: the load-balancing loss would be that "
-            "of this rank's tokens: pass output_router_logits=False"
         )
 
 
