@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
@@ -264,6 +265,7 @@ def check_positions(mask: SpanMask, positions: torch.Tensor | None, batch: int) 
         )
 
 
+@functools.lru_cache(16)
 def uncounted(mask: SpanMask, batch: int) -> str:
     """The first token whose position is not 0, 1, 2, ... in its row, in words; "" for none."""
     tokens = torch.arange(mask.q_tokens // batch, dtype=torch.int64, device="cpu")

@@ -100,7 +100,8 @@ def check_call(model: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[s
             check_model(model, "ringfa3_mask", any(uncounted(mask, rows) for mask in masks))
             for mask in masks:
                 check_positions(mask, positions, rows)
-            given_positions.difference_update(masks)  # an equal one may die soon
+            # An equal mask of an earlier call would stand for this one, and die before it.
+            given_positions.difference_update(masks)
             given_positions.update(masks)
             return
         require_plan(plan)

@@ -134,7 +134,8 @@ def _cross_entropy(model: Any, inputs: dict[str, Any], num_labels: torch.Tensor)
     loss = total / num_labels
     if auxiliary is None:
         return loss
-    return loss + model.config.get_text_config().router_aux_loss_coef * auxiliary
+    coefficient: float = model.config.get_text_config().router_aux_loss_coef
+    return loss + coefficient * auxiliary
 
 
 def _whole(batch: Mapping[str, Any], mine: ShardedBatch) -> dict[str, Any]:
