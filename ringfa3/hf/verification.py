@@ -129,13 +129,13 @@ def verify(
 def _cross_entropy(model: Any, inputs: dict[str, Any], num_labels: torch.Tensor) -> torch.Tensor:
     labels = inputs.pop("shift_labels")
     outputs = model(**{k: v for k, v in inputs.items() if k != "labels"})
-    logits, auxiliary = outputs.logits.flatten(0, 1), getattr(outputs, "aux_loss", None)
+    logits = outputs.logits.flatten(0, 1)
+    auxiliary: torch.Tensor | None = getattr(outputs, "aux_loss", None)
     total = F.cross_entropy(logits.float(), labels.flatten(), reduction="sum", ignore_index=IGNORED)
     loss = total / num_labels
-    if auxiliary is None:
-        return loss
-    coefficient: float = model.config.get_text_config().router_aux_loss_coef
-    return loss + coefficient * auxiliary
+    if auxiliary is not None:
+        loss = loss + model.config.get_text_config().router_aux_loss_coef * auxiliary
+    return loss
 
 
 def _whole(batch: Mapping[str, Any], mine: ShardedBatch) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 
-from ringfa3 import ContextPlan, plan_context
+from ringfa3 import ContextPlan, Mask, plan_context
 from tests.support.hf_models import EXPERTS, SIZES, Results, backward, difference, tokens
 from tests.support.ranks import Ranks
 
@@ -158,6 +158,19 @@ def _in_a_ring(group: dist.ProcessGroup, name: str, documents: int) -> float:
 def test_rings_equal_eager(ranks: Ranks, world: int, documents: int) -> None:
     for name in MODELS:
         assert max(ranks.run(world, _in_a_ring, name, documents)) <= BOUND, name
+
+
+def test_a_mask_on_one_device_takes_a_row_of_text_positions() -> None:
+    """Two documents as a mask. Without the row nothing shows where positions begin again."""
+    model, mask = model_of("Qwen2VL", "ringfa3"), Mask.documents([0, LENGTHS[0], sum(LENGTHS)])
+    whole, _ = of_all(model, 2)
+    text = torch.tensor(mask.positions).expand(1, 1, -1)
+    given = {"inputs_embeds": whole["embeds"], "use_cache": False, "ringfa3_mask": mask}
+    positions = torch.cat([text, whole["positions"]])
+    states = model.model.language_model(position_ids=positions, **given).last_hidden_state
+    assert difference(model.lm_head(states), eager("Qwen2VL", 2)[0]) <= BOUND
+    with pytest.raises(ValueError, match=r"position_ids=\(3, 1, 47\) without a row of text, with"):
+        model.model.language_model(position_ids=whole["positions"], **given)
 
 
 def _without_positions(group: dist.ProcessGroup) -> str:
