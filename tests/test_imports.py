@@ -42,8 +42,7 @@ ORDER = [
 # What a package's `__init__.py` exports, besides that of ringfa3.
 PUBLIC_NAMES = {
     "hf": [
-        "from ringfa3.hf.lazy import lazy_names",
-        "from ringfa3.hf.registration import register",
+        "from ringfa3.hf.registration import lazy_names, register",
         "__all__ = ['ContextParallel', 'context_parallel', 'register', 'shard_batch', 'verify']",
         "__getattr__ = lazy_names()",
     ]

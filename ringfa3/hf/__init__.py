@@ -5,8 +5,7 @@ Imports `custom_op`, `tensor_cache`, `attention_op`, `functional`, `kernels`, `m
 `ring`, `validation`; transformers and accelerate, which `import ringfa3` does not import.
 """
 
-from ringfa3.hf.lazy import lazy_names
-from ringfa3.hf.registration import register
+from ringfa3.hf.registration import lazy_names, register
 
 __all__ = ["ContextParallel", "context_parallel", "register", "shard_batch", "verify"]
 __getattr__ = lazy_names()

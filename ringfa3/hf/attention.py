@@ -9,7 +9,7 @@ import torch
 from ringfa3.attention_op import with_columns
 from ringfa3.custom_op import autocast_inputs
 from ringfa3.hf import ring_layer
-from ringfa3.hf.checks import check_arguments, check_mask, check_spans, uncompiled
+from ringfa3.hf.checks import check_arguments, check_mask, check_spans, group_of, uncompiled
 from ringfa3.hf.masks import Mask
 from ringfa3.hf.op import padded_attention
 from ringfa3.hf.probe import Probe
@@ -58,10 +58,11 @@ def attention_forward(
             every rank of the group raises it.
         RingError: as `ring_attn_func`.
     """
-    plan = keywords.get("ringfa3_plan")
-    if isinstance(plan, Probe):
-        return plan.attend(module, query, key, value), None
-    eager = plan is not None or keywords.get("ringfa3_mask") is not None
+    plan, spans = keywords.get("ringfa3_plan"), keywords.get("ringfa3_mask")
+    for probe in (plan, spans):
+        if isinstance(probe, Probe):
+            return probe.attend(module, query, key, value), None
+    eager = plan is not None or spans is not None
     attend = _attend_uncompiled if eager else _attend
     settings = dropout, scaling, sliding_window, is_causal, s_aux, keywords
     return attend(module, query, key, value, attention_mask, *settings), None
@@ -95,7 +96,7 @@ def _attend(
         if plan is not None:
             plan = ring_layer.check_context(module, plan, mask, spans, keywords, query, key)
     except (TypeError, ValueError) as problem:
-        raise_on_all_ranks(ring_layer.group_of(plan), problem)
+        raise_on_all_ranks(group_of(plan), problem)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     q, k, v = autocast_inputs(q, k, v)
     scale = resolve_scale(scaling, q)

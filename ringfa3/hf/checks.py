@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ringfa3.hf.masks import REMEDY, Mask
 from ringfa3.masks.mask import Mask as SpanMask
+from ringfa3.planning.context_plan import ContextPlan, check_plan
+from ringfa3.ring.prepare_call import default_group
 from ringfa3.tensor_cache import TensorCache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -26,11 +31,67 @@ UNSUPPORTED = {
 }
 
 
+# Layers that mix tokens without attention, which has the only masks.
+WITHOUT_MASKS = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
+
+# What a model attends to besides its own tokens.
+OTHER_KEYS = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
+
+
 def uncompiled(function: Function) -> Function:
     """Runs between a compiler's graphs: checks read values, and ranks exchange errors."""
-    reason = "ringfa3_plan: a ring breaks the graph: call torch.compile without fullgraph=True"
+    reason = (
+        "ringfa3_plan and ringfa3_mask break the graph: call torch.compile without fullgraph=True"
+    )
     outside: Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
     return outside
+
+
+def group_of(plan: object) -> dist.ProcessGroup | None:
+    """The group whose ranks share an error of a call with this `ringfa3_plan`."""
+    if plan is None or getattr(plan, "world", 2) == 1:
+        return None
+    group: dist.ProcessGroup | None = getattr(plan, "group", None)
+    return group or default_group()
+
+
+def require_plan(plan: object) -> None:
+    """Raises TypeError: `ringfa3_plan` is no plan."""
+    try:
+        check_plan(plan)
+    except TypeError:
+        raise TypeError(
+            f"ringfa3_plan={_brief(plan)} is no plan: pass ringfa3.plan_context(cu_seqlens)"
+        ) from None
+
+
+def check_tokens(model: torch.nn.Module, named: dict[str, Any]) -> None:
+    """Raises ValueError: a model with `ringfa3_plan` or `ringfa3_mask` has more tokens than those.
+
+    Its towers get these keywords, too, and would take them for plans and masks of their tokens,
+    or of their keys, wherever the numbers of tokens are equal.
+
+    named: the inputs of its call by name.
+    """
+    keyword = "ringfa3_plan" if named.get("ringfa3_plan") is not None else "ringfa3_mask"
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"{keyword} in {type(model).__name__}, an encoder-decoder, whose encoder, decoder and "
+            "cross-attention have different tokens: use a decoder alone, or leave it out"
+        )
+    arguments = inspect.signature(model.forward).parameters.values()
+    if not any(x.name == "input_ids" or x.kind is x.VAR_POSITIONAL for x in arguments):
+        raise ValueError(
+            f"{keyword} in {type(model).__name__}, which takes no input_ids: a plan and a mask are "
+            "of the tokens of a text model: make inputs_embeds of text and images first, and give "
+            f"{keyword} to the text model alone"
+        )
+    for name in OTHER_KEYS:
+        if named.get(name) is not None:
+            raise ValueError(
+                f"{name} with {keyword} in {type(model).__name__}: cross-attention has other keys "
+                f"than the tokens of {keyword}: leave one of them out"
+            )
 
 
 def check_arguments(dropout: float, keywords: dict[str, Any]) -> None:
@@ -117,14 +178,24 @@ def check_spans(
 
     Raises ValueError, TypeError: there is no mask for this layer, or it is none of its tokens.
     """
-    types = getattr(getattr(module, "config", None), "layer_types", None)
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"ringfa3_mask in {type(module).__name__} of an encoder-decoder, which attends to "
+            "tokens of the encoder and of the decoder: leave it out"
+        )
+    if without := sorted({*(types or ())} & {*WITHOUT_MASKS}):
+        raise ValueError(
+            f"ringfa3_mask in a model with layers of {without}, which have no mask: leave it out"
+        )
     number = getattr(module, "layer_idx", None)
     if isinstance(given, Mapping):
         layer_type = None if types is None or number is None else types[number]
         if layer_type not in given:
             raise ValueError(
-                f"ringfa3_mask has masks for {sorted(given)}, and a layer is {layer_type!r}: give "
-                "one for each of config.layer_types"
+                f"ringfa3_mask has masks for {[*given]}, and a layer is {layer_type!r}: give one "
+                "for each of config.layer_types"
             )
         given = given[layer_type]
     elif types is not None and len(set(types)) > 1:
@@ -144,40 +215,91 @@ def check_spans(
             "padding as Mask.documents(..., seqused_q=...)"
         )
     if not shares:
-        counts = query.shape[0] * query.shape[2], key.shape[0] * key.shape[2]
-        if counts != (given.q_tokens, given.k_tokens):
-            raise ValueError(
-                f"ringfa3_mask has {given.q_tokens} queries and {given.k_tokens} keys, this layer "
-                f"{counts[0]} and {counts[1]}, of all rows: pass use_cache=False, and Mask.pack of "
-                "the rows' masks"
-            )
-        _check_positions(given, keywords.get("position_ids"), query.shape[0])
+        check_counts(given, query.shape[0] * query.shape[2], key.shape[0] * key.shape[2])
+        positions = keywords.get("position_ids")
+        if positions is not None or given not in given_positions:
+            check_positions(given, positions, query.shape[0])
     return given
 
 
-_checked: TensorCache[bool] = TensorCache()  # of padding and position_ids
+# Masks and plans whose positions the last call of a model had. `check_model` has shown that its
+# tokens depend on these alone, so layers that do not get them, as Llama 4's, have them too.
+given_positions: weakref.WeakSet[SpanMask | ContextPlan] = weakref.WeakSet()
+
+
+_checked: TensorCache[bool] = TensorCache()  # of padding
+_found: TensorCache[str] = TensorCache()  # by `_difference`
 
 
 def _all_seen(padding: torch.Tensor) -> Any:
     return lambda: padding.dim() == 2 and bool((padding != 0).all())
 
 
-def _check_positions(mask: SpanMask, positions: torch.Tensor | None, batch: int) -> None:
-    """Raises ValueError: position_ids are not the mask's, up to one number for all tokens."""
-    if positions is None or positions.dim() != 2:  # none reach attention, or three of each token
-        return
-    found = positions.expand(batch, -1)
-
-    def equal() -> bool:
-        wanted = torch.tensor(mask.positions, dtype=torch.int64, device="cpu")
-        distance = found.flatten().cpu() - wanted
-        return bool((distance == distance[:1]).all())
-
-    if not _checked.get(positions, (mask.digest, batch), equal):
+def check_counts(mask: SpanMask, queries: int, keys: int) -> None:
+    """Raises ValueError: a mask is of other numbers of tokens, those of all rows."""
+    if (queries, keys) != (mask.q_tokens, mask.k_tokens):
         raise ValueError(
-            f"position_ids begin with {found[0, :4].tolist()} and are not those of ringfa3_mask, "
-            f"from {mask.positions[:4].tolist()}: pass torch.tensor(mask.positions).view(b, s)"
+            f"ringfa3_mask has {mask.q_tokens} queries and {mask.k_tokens} keys, this layer "
+            f"{queries} and {keys}, of all rows: pass use_cache=False, and Mask.pack of the rows' "
+            "masks"
         )
+
+
+def check_positions(mask: SpanMask, positions: torch.Tensor | None, batch: int) -> None:
+    """Raises ValueError: position_ids of all rows are not the mask's.
+
+    They may differ by one number for all tokens. None stands for 0, 1, 2, ... in each row; so do
+    (3, b, n) positions of images, of which no row counts tokens.
+    """
+    remedy = "pass position_ids=torch.tensor(mask.positions).view(b, s)"
+    rows = text_positions(positions)
+    if positions is not None and rows is not None:
+        key = mask.digest, batch
+        if problem := _found.get(positions, key, lambda: _difference(rows, mask, batch)):
+            raise ValueError(f"position_ids are not those of ringfa3_mask: {problem}: {remedy}")
+    elif problem := uncounted(mask, batch):
+        given = None if positions is None else f"{tuple(positions.shape)} without a row of text"
+        raise ValueError(
+            f"position_ids={given}, with a ringfa3_mask whose positions are not 0, 1, 2, ... in "
+            f"each row: {problem}: {remedy}"
+        )
+
+
+@functools.lru_cache(16)
+def uncounted(mask: SpanMask, batch: int) -> str:
+    """The first token whose position is not 0, 1, 2, ... in its row, in words; "" for none."""
+    tokens = torch.arange(mask.q_tokens // batch, dtype=torch.int64, device="cpu")
+    return _difference(tokens[None], mask, batch)
+
+
+def text_positions(positions: torch.Tensor | None) -> torch.Tensor | None:
+    """(b or 1, n) positions that count tokens; None if there are none.
+
+    With a row for each of several axes, (4, b, n), the first one counts tokens. (3, b, n) are the
+    time, height and width of image patches.
+    """
+    if positions is None or positions.dim() != 3:
+        return positions
+    return positions[0] if len(positions) == 4 else None
+
+
+def _difference(rows: torch.Tensor, mask: SpanMask, batch: int) -> str:
+    """`first_difference` of (b or 1, n) positions and the mask's, up to a common number."""
+    tokens = mask.q_tokens // batch
+    if rows.shape not in [(1, tokens), (batch, tokens)]:
+        return f"their shape is {tuple(rows.shape)}, of {batch} rows of {tokens} tokens"
+    found = rows.expand(batch, -1).flatten().cpu()
+    wanted = torch.tensor(mask.positions[: len(found)], dtype=torch.int64, device="cpu")
+    return first_difference(found, wanted + (found[:1] - wanted[:1]))
+
+
+def first_difference(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    """The first index where (n,) positions differ, and both values; "" if they are equal."""
+    (unequal,) = (found != wanted).nonzero(as_tuple=True)
+    if not len(unequal):
+        return ""
+    at = int(unequal[0])
+    return f"token {at} has {int(found[at])}, not {int(wanted[at])}"
 
 
 def _brief(value: object) -> str:

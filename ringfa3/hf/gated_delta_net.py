@@ -4,7 +4,7 @@ A recurrence needs its tokens in order. So the ranks of a plan exchange the hidd
 contiguous layout, where the layer's own forward runs, and back. There a document may continue from
 the rank before. The convolution gets a halo. The recurrence gets its state: over the tokens of a
 rank, the state S (d_k, d_v) becomes A S + B. The layer's own scan computes A from the identity and
-B from zero, and each rank applies the (A, B) of the ranks before it.
+B from zero, and each rank applies the (A, B) of those ranks before it that have its first document.
 
 transformers' layers pass the keyword ringfa3_plan on to these two functions of their module.
 """
@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from ringfa3.hf.checks import uncompiled
+from ringfa3.hf.checks import group_of, require_plan, uncompiled
+from ringfa3.hf.probe import Probe
 from ringfa3.planning.context_plan import plan_context
 from ringfa3.ring.prepare_call import raise_on_all_ranks
 
@@ -31,7 +32,8 @@ Function = Callable[..., Any]
 
 
 def let_run(model: torch.nn.Module) -> None:
-    """Lets the gated delta nets of a model run under a plan, and those of its other models.
+    """Replaces the forward of the classes of a model's gated delta nets, and functions of their
+    modules, by ones that follow a plan. Without a plan these compute what they did before.
 
     Layers that do not pass ringfa3_plan on, as those of transformers 4, stay as they are: the
     check of the model refuses them.
@@ -51,30 +53,46 @@ def _layer(forward: Function) -> Function:
     @functools.wraps(forward)
     def ring(layer: Any, hidden_states: torch.Tensor, *inputs: Any, **keywords: Any) -> Any:
         """(b, s, hidden), whose b * s tokens are those of this rank."""
-        plan = keywords.get("ringfa3_plan")
-        if plan is None:
+        plan, mask = (keywords.get(name) for name in ("ringfa3_plan", "ringfa3_mask"))
+        if plan is None and mask is None:  # a compiler traces this
             return forward(layer, hidden_states, *inputs, **keywords)
-        if plan.total_tokens < plan.world:
-            raise_on_all_ranks(
-                plan.group,
-                ValueError(
-                    f"ringfa3_plan has {plan.total_tokens} tokens for {plan.world} ranks: a gated "
-                    "delta net needs one on each: add a document without loss"
-                ),
-            )
-        if keywords.get("cache_params") is not None:
-            raise_on_all_ranks(
-                plan.group,
-                ValueError(
-                    "past_key_values with ringfa3_plan: a ring has no cache: pass use_cache=False"
-                ),
-            )
+        return exchanged(layer, hidden_states, *inputs, **keywords)
+
+    @uncompiled
+    def exchanged(layer: Any, hidden_states: torch.Tensor, *inputs: Any, **keywords: Any) -> Any:
+        plan: Any = keywords.get("ringfa3_plan")
+        try:
+            _check(layer, keywords)
+        except (TypeError, ValueError) as problem:
+            raise_on_all_ranks(group_of(plan), problem)
         x = plan.to_contiguous(hidden_states.flatten(0, 1))
         out = forward(layer, x[None], *inputs, **keywords)
         return plan.from_contiguous(out[0]).view(hidden_states.shape)
 
     ring._ringfa3 = True  # type: ignore[attr-defined]
-    return uncompiled(ring)
+    return ring
+
+
+def _check(layer: torch.nn.Module, keywords: dict[str, Any]) -> None:
+    """Raises TypeError, ValueError: the keywords have no plan that a recurrence can follow."""
+    plan: Any = keywords.get("ringfa3_plan")
+    if plan is not None and not isinstance(plan, Probe):
+        require_plan(plan)
+    if keywords.get("ringfa3_mask") is not None or plan.mask is not None:
+        raise ValueError(
+            f"ringfa3_mask in a model with {type(layer).__name__}, a recurrence, which has no "
+            "mask: leave it out, and give the lengths of documents to plan_context or as "
+            "cu_seq_lens_q"
+        )
+    if plan.total_tokens < plan.world:
+        raise ValueError(
+            f"ringfa3_plan has {plan.total_tokens} tokens for {plan.world} ranks: a gated delta "
+            "net needs one on each: add a document without loss"
+        )
+    if keywords.get("cache_params") is not None:
+        raise ValueError(
+            "past_key_values with ringfa3_plan: a ring has no cache: pass use_cache=False"
+        )
 
 
 def _convolution(function: Function) -> Function:
@@ -125,19 +143,22 @@ def _scan(function: Function) -> Function:
 def _state_before(layout: Any, last: tuple[int, int], run: Function, heads: int) -> torch.Tensor:
     """(1, heads, d_k, d_v): the state at this rank's first token, zero where a document begins.
 
-    last: rows of this rank's last document. All ranks use the states of all earlier ranks, also
-    where they count for nothing: so the backward has one exchange on every rank.
+    last: rows of this rank's last document. All ranks take the maps of all earlier ranks, so the
+    backward has one exchange on every rank. `where` drops those of other documents, whose NaN a
+    product with zero would pass on.
     """
-    mine = layout.shards[layout.rank]
     _, added = run(*last, None)
     d_k = added.shape[2]
     one = torch.eye(d_k, dtype=added.dtype, device=added.device).expand(1, heads, d_k, d_k)
     _, kept = run(*last, one, added.new_zeros((1, last[1] - last[0], heads, d_k)))
-    if mine.position[-1] == 0:  # its document forgets what came before
-        kept = kept * 0.0
     ranks = plan_context(layout.world, layout.group, "contiguous")  # one token stands for one rank
-    maps, _ = ranks.halo(torch.cat((kept, added), -1), layout.world - 1)
+    before = layout.world - 1
+    maps, _ = ranks.halo(torch.cat((kept, added), -1), before)  # zeros for ranks below 0
+    first = layout.shards[layout.rank].sequence[0]
+    alike = [shard.sequence[-1] == first for shard in layout.shards[: layout.rank]]
+    alike = [False] * (before - layout.rank) + alike
+    counts = torch.tensor(alike, dtype=torch.bool, device=added.device).view(-1, 1, 1, 1)
     state = torch.zeros_like(added)
-    for before in maps[:-1, None]:
-        state = before[..., :d_k] @ state + before[..., d_k:]
-    return state * float(mine.position[0] > 0)
+    for of_rank in maps[:-1].where(counts, 0.0)[:, None]:
+        state = of_rank[..., :d_k] @ state + of_rank[..., d_k:]
+    return state

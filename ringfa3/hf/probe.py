@@ -11,6 +11,7 @@ all its tokens are equal, and so are their positions, but their results are not.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from ringfa3.hf.router_loss import asks_for_router_logits
 from ringfa3.planning.context_plan import plan_context
 
 TOKENS = 13
@@ -30,25 +32,30 @@ FAILURES = torch.OutOfMemoryError, dist.DistError  # of a device or a network, n
 UNEQUAL = "the index of a token, not on its position_ids, or on a choice among tokens"
 
 _State = tuple[tuple[object, ...], ...]
-_passed: WeakKeyDictionary[torch.nn.Module, _State] = WeakKeyDictionary()
+# By the arguments of `check_model`.
+_passed: defaultdict[tuple[str, bool], WeakKeyDictionary[torch.nn.Module, _State]]
+_passed = defaultdict(WeakKeyDictionary)
 
 
 class Probe:
-    """In place of a plan: the attention of a forward that looks for layers that mix tokens.
+    """The attention of a forward that looks for layers that mix tokens.
 
-    To layers that exchange tokens by their plan it is one of documents of one token: what such a
-    layer computes of a token must not depend on other documents.
+    It is given in place of a plan or of a mask. In place of a plan, it is one whose documents have
+    one token each. A layer that exchanges tokens by its plan does not mix documents, so it passes.
     """
 
-    def __init__(self, constant: bool) -> None:
+    def __init__(self, constant: bool, keyword: str) -> None:
         self._plan = plan_context(range(TOKENS + 1), (0, 1))
         self.constant = constant  # all tokens have one id and one position
+        self.keyword = keyword  # "ringfa3_plan" or "ringfa3_mask"
         self.problem: str | None = None  # the first one
+        self.poisoned = False  # whether attention got the NaN
 
     def attend(
         self, module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """(b, s, h, d_v) of q, k, v (b, heads, s, head dim): each query gets its own value."""
+        self.poisoned |= bool(q[0, :, POISONED].isnan().any())
         if self.constant and any(_rows_differ(x) for x in (q, k, v)):
             self.report(f"{type(module).__name__} gets tokens that depend on {UNEQUAL}")
         own = v[:, :, -q.shape[2] :].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -64,11 +71,15 @@ class Probe:
         """After a forward. Layers inside of this one come first, so the first report names one."""
         if _spread(outputs) and not _spread(inputs):
             where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-            self.report(f"{where} mixes tokens outside RingFA3's attention with ringfa3_plan")
+            self.report(f"{where} mixes tokens outside RingFA3's attention with {self.keyword}")
 
     def check_results(self, outputs: Any) -> None:
-        """Checks that each output of the model has a row for each token, and that poison reached
-        it."""
+        """Checks that poison has reached attention; in a ring, that each output of the model has a
+        row for each token, and that poison reached it."""
+        if self.keyword == "ringfa3_mask":
+            if not self.poisoned:
+                self.report("its attention does not get the tokens of get_input_embeddings()")
+            return
         named = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)
         for name, value in named:
             for x in pytree.tree_leaves(value):
@@ -84,34 +95,43 @@ class Probe:
             self.report(f"its outputs depend on {UNEQUAL}")
 
 
-def check_model(model: torch.nn.Module) -> None:
+def check_model(
+    model: torch.nn.Module, keyword: str = "ringfa3_plan", positions: bool = True
+) -> None:
     """Raises ValueError: `model` mixes tokens outside of attention; FAILURES as they come.
 
     A model that passed is checked again after it changed. The two forwards have TOKENS
     tokens, no gradient, evaluation mode and no compiler.
+
+    Args:
+        keyword: "ringfa3_plan", or "ringfa3_mask" on one device.
+        positions: whether the model may depend on positions by position_ids alone. Without,
+            there is no second forward.
     """
-    if _passed.get(model) == _state(model):
+    passed = _passed[keyword, positions]
+    if passed.get(model) == _state(model):
         return
-    for constant in (False, True):
-        probe, cause, failure = Probe(constant), None, ""
+    for constant in (False, True) if positions else (False,):
+        probe, cause, failure = Probe(constant, keyword), None, ""
         try:
             with torch.no_grad(), _watched(model, probe):
-                probe.check_results(_run(model, probe))
+                probe.check_results(_run(model, probe, positions))
         except FAILURES:
             raise
         except Exception as problem:
             cause = problem
             failure = f"a forward with position_ids raises {type(problem).__name__}: {problem}"
         if probe.problem is not None or cause is not None:
+            where = "a ring" if keyword == "ringfa3_plan" else "a mask"
             verdict = "would be wrong under" if probe.problem else "cannot be checked for"
             raise ValueError(
-                f"ringfa3_plan: {type(model).__name__} {verdict} a ring: "
-                f"{(probe.problem or failure).rstrip('.')}. Run it without ringfa3_plan, on whole "
+                f"{keyword}: {type(model).__name__} {verdict} {where}: "
+                f"{(probe.problem or failure).rstrip('.')}. Run it without {keyword}, on whole "
                 "documents"
             ) from cause
     for module in model.modules():
-        if hasattr(module, "config"):  # a model inside is called with the plan, too
-            _passed[module] = _state(module)
+        if hasattr(module, "config"):  # a model inside is called with the keyword, too
+            passed[module] = _state(module)
 
 
 def _state(model: torch.nn.Module) -> _State:
@@ -128,23 +148,18 @@ def _state(model: torch.nn.Module) -> _State:
     )
 
 
-def _run(model: torch.nn.Module, probe: Probe) -> Any:
+def _run(model: torch.nn.Module, probe: Probe, with_positions: bool) -> Any:
     device = model.get_input_embeddings().weight.device  # type: ignore[operator]
     ids = torch.full((1, TOKENS), TOKEN, dtype=torch.int64, device=device)
     positions = torch.arange(TOKENS, dtype=torch.int64, device=device)[None]
     if probe.constant:  # not 0, where a recurrence may begin anew
         positions = torch.ones_like(positions)
-    given: dict[str, Any] = {"position_ids": positions, "use_cache": False, "ringfa3_plan": probe}
+    given: dict[str, Any] = {"use_cache": False, probe.keyword: probe}
+    if with_positions:
+        given["position_ids"] = positions
     if asks_for_router_logits(model, {}):  # a call that does not is the only one allowed
         given["output_router_logits"] = False
     return model(input_ids=ids, **given)
-
-
-def asks_for_router_logits(model: torch.nn.Module, keywords: dict[str, Any]) -> bool:
-    """Whether a call asks for the balance of experts, by its flag or else by the config."""
-    flag = keywords.get("output_router_logits")
-    config = getattr(model, "config", None)
-    return bool(getattr(config, "output_router_logits", False) if flag is None else flag)
 
 
 @contextmanager

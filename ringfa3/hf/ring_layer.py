@@ -2,54 +2,62 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringfa3.attention_op import out_shape
-from ringfa3.hf.checks import uncompiled
+from ringfa3.hf.checks import (
+    check_counts,
+    check_positions,
+    check_tokens,
+    first_difference,
+    given_positions,
+    group_of,
+    require_plan,
+    text_positions,
+    uncompiled,
+    uncounted,
+)
 from ringfa3.hf.documents import begins_of, documents_of
 from ringfa3.hf.gated_delta_net import let_run
 from ringfa3.hf.masks import Mask
-from ringfa3.hf.probe import FAILURES, Probe, asks_for_router_logits, check_model
+from ringfa3.hf.probe import FAILURES, Probe, check_model
+from ringfa3.hf.router_loss import asks_for_router_logits, carry_plan, let_balance
 from ringfa3.masks.mask import Mask as SpanMask
-from ringfa3.planning.context_plan import ContextPlan, check_plan, effective_window, plan_context
+from ringfa3.planning.context_plan import ContextPlan, effective_window, plan_context
 from ringfa3.ring.op import ring_attn_func
-from ringfa3.ring.prepare_call import default_group, raise_on_all_ranks
+from ringfa3.ring.prepare_call import raise_on_all_ranks
 from ringfa3.tensor_cache import TensorCache
 
 # RoPE types of transformers whose frequencies do not depend on the positions of a call.
 FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
-def group_of(plan: object) -> dist.ProcessGroup | None:
-    """The group whose ranks share an error of a call with this `ringfa3_plan`."""
-    if plan is None or getattr(plan, "world", 2) == 1:
-        return None
-    group: dist.ProcessGroup | None = getattr(plan, "group", None)
-    return group or default_group()
-
-
 def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`PreTrainedModel.__call__`, which refuses what no single layer could notice under a plan.
+    """`PreTrainedModel.__call__`, which refuses what no single layer could notice under a plan or
+    a mask.
 
-    Raises ValueError, on every rank: the model mixes tokens outside of attention, or is to compute
-    a loss that is not a sum over the ranks.
+    Raises ValueError, TypeError, on every rank: the model mixes tokens outside of attention, has
+    others than those of the plan or the mask, or other positions; or it is to compute a loss that
+    is not a sum over the ranks.
     """
 
     @functools.wraps(call)
     def checked(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Any:
-        plan = keywords.get("ringfa3_plan")
-        if plan is not None and not isinstance(plan, Probe):
-            check_call(model, plan, inputs, keywords)
-        return call(model, *inputs, **keywords)
+        plan, mask = (keywords.get(name) for name in ("ringfa3_plan", "ringfa3_mask"))
+        probed = isinstance(plan, Probe) or isinstance(mask, Probe)
+        if probed or (plan is None and mask is None):
+            return call(model, *inputs, **keywords)
+        check_call(model, inputs, keywords)
+        outputs = call(model, *inputs, **keywords)
+        if plan is not None:
+            carry_plan(outputs, plan)
+        return outputs
 
     return checked
 
@@ -75,18 +83,41 @@ def _checked_loss(loss: Callable[..., Any], *inputs: Any, **keywords: Any) -> An
 
 
 @uncompiled
-def check_call(
-    model: torch.nn.Module, plan: object, inputs: tuple[Any, ...], keywords: dict[str, Any]
-) -> None:
+def check_call(model: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     """What `checked_call` raises."""
+    plan, given = (keywords.get(name) for name in ("ringfa3_plan", "ringfa3_mask"))
+    of_types = given.values() if isinstance(given, Mapping) else [given]
+    masks = [x for x in of_types if isinstance(x, SpanMask)]  # a layer refuses others
     try:
-        named = inspect.signature(model.forward).bind_partial(*inputs).arguments
-        _check_losses(model, {**named, **keywords})
+        named = inspect.signature(model.forward).bind_partial(*inputs).arguments | keywords
+        tokens = [named[n] for n in ("input_ids", "inputs_embeds") if named.get(n) is not None]
+        rows, count = tokens[0].shape[:2] if tokens else (1, 0)
+        positions = named.get("position_ids")
+        if plan is None:
+            check_tokens(model, named)
+            for mask in masks:
+                check_counts(mask, rows * count, rows * count)
+            check_model(model, "ringfa3_mask", any(uncounted(mask, rows) for mask in masks))
+            for mask in masks:
+                check_positions(mask, positions, rows)
+            # An equal mask of an earlier call would stand for this one, and die before it.
+            given_positions.difference_update(masks)
+            given_positions.update(masks)
+            return
+        require_plan(plan)
+        check_tokens(model, named)
+        if named.get("labels") is not None:
+            _check_labels(named)
+        if asks_for_router_logits(model, named):
+            let_balance(model)
         let_run(model)
         check_model(model)
-        if isinstance(plan, ContextPlan):
-            _note_positions(plan, {**named, **keywords}.get("position_ids"))
-    except (ValueError, *FAILURES) as problem:
+        plans = [plan.with_mask(mask) for mask in masks] or [plan]
+        for of_layer in plans:
+            _check_count(of_layer, rows, count)
+            _check_positions(of_layer, positions)
+        given_positions.update(plans)
+    except (TypeError, ValueError, *FAILURES) as problem:
         raise_on_all_ranks(group_of(plan), problem)
 
 
@@ -109,16 +140,6 @@ def _check_labels(keywords: dict[str, Any]) -> None:
         )
 
 
-def _check_losses(model: torch.nn.Module, keywords: dict[str, Any]) -> None:
-    if keywords.get("labels") is not None:
-        _check_labels(keywords)
-    if asks_for_router_logits(model, keywords):
-        raise ValueError(
-            "output_router_logits=True with ringfa3_plan: the load-balancing loss would be that "
-            "of this rank's tokens: pass output_router_logits=False"
-        )
-
-
 def check_context(
     module: torch.nn.Module,
     plan: object,
@@ -134,9 +155,8 @@ def check_context(
 
     query: (b, h, s, d); key: (b, h_kv, s_k, d).
     """
-    check_plan(plan)
+    require_plan(plan)
     assert isinstance(plan, ContextPlan)
-    whole = plan  # as the model was called with it
     if spans is not None:
         plan = plan.with_mask(spans)
     batch, tokens = query.shape[0], query.shape[2]
@@ -145,12 +165,7 @@ def check_context(
             f"past_key_values holds {key.shape[2] - tokens} tokens: a ring has no KV cache: pass "
             "use_cache=False and whole documents"
         )
-    if batch * tokens != plan.local_tokens:
-        raise ValueError(
-            f"ringfa3_plan gives this rank {plan.local_tokens} of {plan.total_tokens} tokens, "
-            f"input_ids has shape ({batch}, {tokens}): pass plan.shard(input_ids, 1), of the plan "
-            "of these documents"
-        )
+    _check_count(plan, batch, tokens)
     padding = mask.padding
     if padding is not None and documents_of(batch, tokens, tokens, True, padding, None, 0):
         raise ValueError(
@@ -169,11 +184,20 @@ def check_context(
         )
     _check_rope(module)
     positions = keywords.get("position_ids")
-    if positions is not None or whole not in _given_positions:
+    if positions is not None or plan not in given_positions:
         _check_positions(plan, positions)
     if mask.documents is not None:
         _check_documents(plan, mask.documents, batch)
     return plan
+
+
+def _check_count(plan: ContextPlan, batch: int, tokens: int) -> None:
+    if batch * tokens != plan.local_tokens:
+        raise ValueError(
+            f"ringfa3_plan gives this rank {plan.local_tokens} of {plan.total_tokens} tokens, "
+            f"input_ids has shape ({batch}, {tokens}): pass plan.shard(input_ids, 1), of the plan "
+            "of these documents"
+        )
 
 
 def attend_spans(
@@ -228,13 +252,14 @@ def _check_rope(module: torch.nn.Module) -> None:
 
 
 _checked: TensorCache[None] = TensorCache()  # position_ids and documents that are a plan's
-# Plans whose positions the last call of a model had. `check_model` has shown that the tokens of
-# the model depend on these alone, so layers that do not get them, as Llama 4's, have them too.
-_given_positions: weakref.WeakSet[ContextPlan] = weakref.WeakSet()
 
 
 def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
-    """Compares position_ids with the plan's, once for each version of the tensor."""
+    """Compares position_ids with the plan's, once for each version of the tensor.
+
+    (3, b, n) positions of images differ from the plan's. But in both a document begins with 0,
+    and goes on with others; positions that count a rank's own tokens do not.
+    """
     remedy = "pass position_ids=plan.positions[None]"
     if positions is None:
         raise ValueError(
@@ -243,23 +268,27 @@ def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:
         )
 
     def compare() -> None:
-        given = positions.flatten().cpu()
-        if not torch.equal(given, plan.positions.to(given.dtype)):
+        wanted, rows = plan.positions, text_positions(positions)
+        found = (positions[0] if rows is None else rows).flatten().cpu()
+        if found.shape != wanted.shape:
             raise ValueError(
-                f"position_ids begin with {given[:4].tolist()}, those of ringfa3_plan with "
-                f"{plan.positions[:4].tolist()}: {remedy}"
+                f"position_ids have shape {tuple(positions.shape)}, and this rank has "
+                f"{len(wanted)} tokens: {remedy}; of several axes plan.shard(position_ids, 2)"
+            )
+        if rows is None:
+            begins = (positions == 0).all(0).flatten().cpu()
+            if problem := first_difference(begins.long(), (wanted == 0).long()):
+                raise ValueError(
+                    f"position_ids on {len(positions)} axes are not 0 where documents of "
+                    f"ringfa3_plan begin, and there alone: {problem} (1: all axes are 0): give "
+                    "plan.shard(position_ids, 2) of those of whole documents"
+                )
+        elif problem := first_difference(found, wanted):
+            raise ValueError(
+                f"position_ids are not those of ringfa3_plan on this rank: {problem}: {remedy}"
             )
 
     _checked.get(positions, plan.handle, compare)
-
-
-def _note_positions(plan: ContextPlan, positions: object) -> None:
-    """Whether this call has the plan's positions. A layer raises what is wrong with others."""
-    _given_positions.discard(plan)
-    if isinstance(positions, torch.Tensor):
-        with contextlib.suppress(ValueError):
-            _check_positions(plan, positions)
-            _given_positions.add(plan)
 
 
 def _check_documents(plan: ContextPlan, labels: torch.Tensor, batch: int) -> None:

@@ -20,6 +20,7 @@ from accelerate import ParallelismConfig
 
 from ringfa3.hf.batch import shard_batch
 from ringfa3.hf.registration import NAME, register
+from ringfa3.hf.router_loss import scaled
 
 CP = "cp"  # the dimension of the device mesh, as accelerate names it
 # Whose `compute_loss` is a sum over tokens.
@@ -111,6 +112,7 @@ class _ContextParallel:
 
     accelerator: Any
     args: Any
+    current_gradient_accumulation_steps: int = 1  # until the trainer trains
     model: Any
     state: Any
 
@@ -138,24 +140,35 @@ class _ContextParallel:
         if self.get_cp_size() == 1:
             return compute(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         mine, _, num_labels = shard_batch(inputs, self._cp_group)
+        cp = float(self.get_cp_size())
+        average = self.args.average_tokens_across_devices
+        # By `balance`, the trainer makes a mean of groups of what is a sum over a group's ranks: it
+        # averages over the processes, after it has multiplied by them, if `average`.
+        balance = 1.0 if average else cp
+        steps = self.current_gradient_accumulation_steps
         if num_items_in_batch is None:  # a mean over the batch, which the group's ranks add up to
-            scale = 1.0 / self.get_cp_size()
-            if self.args.average_tokens_across_devices:  # the trainer multiplies by it
-                scale *= self.accelerator.num_processes
-            num_items_in_batch = num_labels.clamp(min=1).float() * scale
+            balance = cp / self.accelerator.num_processes if average else cp
+            num_items_in_batch = num_labels.clamp(min=1).float() / balance
+            steps = 1
+        if hasattr(self, "aux_loss_enabled"):  # TRL adds it after it has multiplied
+            balance = cp
         mine["num_items_in_batch"] = num_items_in_batch
-        with self._every_rank():
+        with self._every_rank(steps), scaled(balance):
             return compute(model, mine, return_outputs, num_items_in_batch=num_items_in_batch)
 
     @contextmanager
-    def _every_rank(self) -> Iterator[None]:
+    def _every_rank(self, steps: int) -> Iterator[None]:
         """TRL sums counts of the ranks by `gather_for_metrics`, which in the last batch drops those
-        of the last ranks: they would repeat samples there, but have tokens here."""
+        of the last ranks: they would repeat samples there, but have tokens here. And it divides the
+        balance of experts by the accumulated `steps` of every call with a number of items."""
+        accumulated = self.current_gradient_accumulation_steps
+        self.current_gradient_accumulation_steps = steps
         self.accelerator.gather_for_metrics = self.accelerator.gather
         try:
             yield
         finally:
             del self.accelerator.gather_for_metrics
+            self.current_gradient_accumulation_steps = accumulated
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -226,11 +239,6 @@ def _refuse(trainer: Any) -> None:
         _reject(
             f"world_size={args.world_size}",
             "the trainer is not distributed: start it with torchrun; on CPUs pass use_cpu=True",
-        )
-    if getattr(trainer, "aux_loss_enabled", False):
-        _reject(
-            f"router_aux_loss_coef={trainer.router_aux_loss_coef}",
-            "the balance of this rank's tokens is not that of all: set router_aux_loss_coef=0.0",
         )
     if getattr(args, "loss_type", "nll") != "nll":
         _reject(f"loss_type={args.loss_type!r}", "allowed is 'nll'")

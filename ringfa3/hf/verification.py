@@ -84,8 +84,9 @@ def verify(
         batch: as for `shard_batch`, on every rank.
         group: the ring; default the default group.
         step: `step(model, inputs, num_labels)`, a rank's share of the loss, if your loop has
-            another one than the sum of cross entropies over `num_labels`. `inputs` has the labels
-            shifted, and over a ring `ringfa3_plan`.
+            another one than the sum of cross entropies over `num_labels`, and the balance of
+            experts if the config asks for it. `inputs` has the labels shifted, and over a ring
+            `ringfa3_plan`.
         reference: `attn_implementation` on one rank.
 
     Raises:
@@ -127,11 +128,14 @@ def verify(
 
 def _cross_entropy(model: Any, inputs: dict[str, Any], num_labels: torch.Tensor) -> torch.Tensor:
     labels = inputs.pop("shift_labels")
-    logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
-    total = F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORED
-    )
-    return total / num_labels
+    outputs = model(**{k: v for k, v in inputs.items() if k != "labels"})
+    logits = outputs.logits.flatten(0, 1)
+    auxiliary: torch.Tensor | None = getattr(outputs, "aux_loss", None)
+    total = F.cross_entropy(logits.float(), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    loss = total / num_labels
+    if auxiliary is not None:
+        loss = loss + model.config.get_text_config().router_aux_loss_coef * auxiliary
+    return loss
 
 
 def _whole(batch: Mapping[str, Any], mine: ShardedBatch) -> dict[str, Any]:

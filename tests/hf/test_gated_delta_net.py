@@ -135,3 +135,52 @@ def test_errors_on_all_ranks(ranks: Ranks) -> None:
     for few, cached in ranks.run(3, _few):
         assert "has 2 tokens for 3 ranks: a gated delta net needs one on each" in few
         assert "a ring has no cache: pass use_cache=False" in cached
+
+
+@pytest.mark.parametrize("called", ["model", "layer"])
+def test_what_is_no_plan_is_named(called: str) -> None:
+    model = tiny("Qwen3NextConfig", "ringfa3")
+    let_run(model)
+    layer = model.model.layers[0].linear_attn
+    x = tokens(1, 9) if called == "model" else torch.zeros(1, 9, SIZES["hidden_size"])
+    remedy = r"ringfa3_plan='x' is no plan: pass ringfa3.plan_context\(cu_seqlens\)"
+    with pytest.raises(TypeError, match=remedy):
+        (model if called == "model" else layer)(x, ringfa3_plan="x")
+
+
+def test_a_layer_without_a_plan_is_one_graph_after_a_ring() -> None:
+    """float32, 1e-6 of the uncompiled model; with a plan the error names the remedy."""
+    torch._dynamo.reset()
+    model, plan = tiny("Qwen3_5TextConfig", "ringfa3").eval(), plan_context(12)
+    ids = tokens(1, 12)
+    given = {"position_ids": plan.positions[None], "ringfa3_plan": plan, "use_cache": False}
+    model(ids, **given)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    expected = model(ids, use_cache=False).logits
+    assert difference(compiled(ids, use_cache=False).logits, expected) <= 1e-6
+    reason = "ringfa3_plan and ringfa3_mask break the graph: call torch.compile without fullgraph"
+    with pytest.raises(RuntimeError, match=reason):
+        compiled(ids, **given)
+
+
+def _with_nan(group: dist.ProcessGroup) -> torch.Tensor:
+    """(tokens, hidden) of a layer whose first document, of two ranks, has a NaN."""
+    model, plan = tiny("Qwen3NextConfig", "ringfa3"), plan_context([0, 5, 9], group)
+    let_run(model)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((9, SIZES["hidden_size"]), generator=generator)
+    x[1] = torch.nan
+    out = model.model.layers[0].linear_attn(plan.shard(x)[None], ringfa3_plan=plan)
+    return plan.unshard(out[0]).detach()
+
+
+def test_nan_stays_in_its_document(ranks: Ranks) -> None:
+    """The second document begins on a rank that holds the end of the first, and goes on on the
+    next: the state of the rank before is not its own. Reference: the document alone, 5e-6."""
+    model = tiny("Qwen3NextConfig", "ringfa3")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((9, SIZES["hidden_size"]), generator=generator)
+    expected = model.model.layers[0].linear_attn(x[None, 5:])[0]
+    for out in ranks.run(3, _with_nan):
+        assert out[1:5].isnan().all()
+        assert difference(out[5:], expected) <= BOUND

@@ -23,27 +23,36 @@ from tests.support.markdown import ROOT
 
 BOUND = 5e-6  # of a gradient, relative to its largest element; of a figure in the logs
 FLOOR = 1e-6  # of the largest gradient: smaller ones are rounding
+# The balance of experts in the loss: of all tokens of a batch, as large as the rest.
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
 CASES = {
     "llama": Case("llama"),
     "qwen3 padded": Case("qwen3", collator="right"),
     "gemma3 padded": Case("gemma3", collator="left"),
     "gpt-oss": Case("gpt-oss", "ringfa3"),  # its own attention joins packed documents
-    "qwen3-moe": Case("qwen3-moe"),
+    "qwen3-moe": Case("qwen3-moe", config=BALANCED),
     "loop": Case("gemma3", collator="loop"),
     "SFT": Case("llama", collator="packing", options={"max_grad_norm": 0.1}),
-    "SFT padding-free": Case("gpt-oss", "ringfa3", "padding_free", {"router_aux_loss_coef": 0.0}),
+    "SFT padding-free": Case("gpt-oss", "ringfa3", "padding_free", {"router_aux_loss_coef": 1.0}),
 }
 REFUSED = {
     "world_size=1": Case("llama", options={"use_cpu": False}),
     "label_smoothing_factor=0.1": Case("llama", options={"label_smoothing_factor": 0.1}),
     "torch_compile=True": Case("llama", options={"torch_compile": True}),
     "auto_find_batch_size=True": Case("llama", options={"auto_find_batch_size": True}),
-    "router_aux_loss_coef=0.001": Case("qwen3-moe", "ringfa3", "packing"),
     "loss_type='dft'": Case("llama", collator="packing", options={"loss_type": "dft"}),
     "input_ids differs between the ranks": Case("llama", collator="unequal"),
 }
 MORE = {
     "two groups": Case("qwen3", dp=2, worlds=(2, 4)),
+    "two groups, experts": Case("qwen3-moe", config=BALANCED, dp=2, worlds=(2, 4)),
+    "experts, no average": Case(
+        "qwen3-moe",
+        config=BALANCED,
+        options={"average_tokens_across_devices": False},
+        dp=2,
+        worlds=(2, 4),
+    ),
     "two groups, SFT": Case("gemma3", collator="packing", dp=2, worlds=(2, 4)),
     "checkpointing": Case("llama", options={"gradient_checkpointing": True}, worlds=(1, 2, 4)),
 }
@@ -163,7 +172,6 @@ PROMPT = SimpleNamespace(
             r"pass ringfa3\.hf\.ContextParallel\(n\)",
         ),
         ({"args_world_size": 1}, "world_size=1 under a ring: the trainer is not distributed"),
-        ({"aux_loss_enabled": True, "router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1"),
         ({"args_loss_type": "dft"}, "loss_type='dft'"),
         ({"args_label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
         ({"compute_loss_func": print}, "compute_loss_func under a ring: .* logits alone"),

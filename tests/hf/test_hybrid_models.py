@@ -237,16 +237,18 @@ def test_registration_wraps_a_call_that_others_replaced(monkeypatch: pytest.Monk
     assert (owner.__call__, owner.loss_function.fget) == before
 
 
-def test_balance_of_experts_is_refused() -> None:
-    """By the flag of the call or of the config; the remedy of the error mends both."""
-    plan = plan_context([0, 5, 12])
-    model = tiny("MixtralConfig", {"num_local_experts": 2, "output_router_logits": True})
-    refused = "output_router_logits=True with ringfa3_plan.*pass output_router_logits=False"
-    with pytest.raises(ValueError, match=refused):
-        forward(model, plan)
-    assert forward(model, plan, output_router_logits=False).shape == (1, 12, 97)
-    with pytest.raises(ValueError, match=refused):
-        forward(model, plan, output_router_logits=True)
+def test_balance_of_experts_is_asked_for() -> None:
+    """By the flag of the call or else of the config; as without a plan, to 1e-6."""
+    plan = plan_context(12)
+    ids = tokens(1, 12)
+    given = {"position_ids": plan.positions[None], "use_cache": False}
+    for in_config, flag in ((True, None), (False, True), (True, False)):
+        model = tiny("MixtralConfig", {"num_local_experts": 2, "output_router_logits": in_config})
+        keywords = given if flag is None else {**given, "output_router_logits": flag}
+        found = model(ids, ringfa3_plan=plan, **keywords).aux_loss
+        expected = model(ids, **keywords).aux_loss
+        assert (found is None) == (expected is None) == (flag is False)
+        assert found is None or found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_a_result_of_all_tokens_is_refused() -> None:

@@ -371,7 +371,7 @@ RINGS: dict[str, tuple[Callable[[dist.ProcessGroup], Any], str, str]] = {
     "length": (of_another_length, "ringfa3_plan gives this rank 10 of 20", "plan.shard(input_ids"),
     "positions": (
         without_positions,
-        "position_ids begin with [0, 1, 2, 3]",
+        "position_ids=None with ringfa3_plan",
         "plan.positions[None]",
     ),
     "documents": (packed_otherwise, "packed_sequence_mask_function has other", "leave it out"),

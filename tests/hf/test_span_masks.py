@@ -189,7 +189,7 @@ def test_rows_of_a_batch_are_one_mask() -> None:
         (
             "paligemma",
             {"ringfa3_mask": Mask.documents([0, 9, TOKENS])},
-            "position_ids begin with .* not those of ringfa3_mask",
+            "position_ids=None, with a ringfa3_mask .*: token 9 has 9, not 0: pass position_ids=",
         ),
     ],
 )

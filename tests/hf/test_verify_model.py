@@ -68,6 +68,22 @@ def test_models_are_right_under_a_ring(
     assert first[1].startswith("right: loss ")
 
 
+def _balanced(group: dist.ProcessGroup, right: bool) -> str:
+    """With the balance of experts in the loss: of all tokens, or of each rank's own."""
+    model = model_of("qwen3-moe")
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 1.0
+    keep = contextlib.nullcontext() if right else mock.patch.object(ring_layer, "carry_plan")
+    with keep:
+        return str(verify(model, batch(), group))
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_balance_of_experts_counts(ranks: Ranks, right: bool) -> None:
+    text = ranks.run(2, _balanced, right)[0]
+    assert text.startswith("right: " if right else "wrong: ")
+    assert right or "mlp.gate.weight" in text
+
+
 class _Mixer(nn.Module):
     """A linear layer that also takes from the token before."""
 

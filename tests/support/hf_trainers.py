@@ -33,6 +33,7 @@ class Case:
     collator   "flattening" (packed), "left" or "right" (padded), "unequal" (between ranks);
                "packing" or "padding_free", of TRL; "loop": a loop with accelerate alone, packed
     options    of the arguments of the trainer
+    config     of the model, changes
     dp         CP groups
     worlds     numbers of processes; with `dp` of them it is the stock trainer, under DDP
     """
@@ -41,6 +42,7 @@ class Case:
     attention: str = "eager"
     collator: str = "flattening"
     options: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
     dp: int = 1
     worlds: tuple[int, ...] = (1, 2, 3)
 
@@ -166,7 +168,7 @@ def make_model(case: Case, ring: bool) -> Any:
     ringfa3.hf.register()
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(
-        config_of(case.model, initializer_range=0.15, use_cache=False),
+        config_of(case.model, initializer_range=0.15, use_cache=False, **case.config),
         attn_implementation="ringfa3" if ring else case.attention,
         **EXPERTS,
     )
