@@ -9,6 +9,7 @@ import ctypes
 import os
 import pwd
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from ringfa3.build.cache import cache_folder, cache_path
 from ringfa3.build.compile import JOB_BYTES, default_jobs, find_library, free_memory
 from ringfa3.build.cutlass import REMEDY, cutlass_version, find_include_folder, pip_is_installed
-from ringfa3.build.toolchain import find_host_compiler, find_program
+from ringfa3.build.toolchain import find_host_compiler, find_ninja, find_program
 from ringfa3.build.units import UNITS
 from ringfa3.errors import BuildError
 
@@ -113,6 +114,15 @@ def cplusplus() -> Check:
         return Check("c++", find_host_compiler())
     except BuildError as error:
         return _failed("c++", error, "build")
+
+
+def ninja() -> Check:
+    try:
+        path = find_ninja()
+    except BuildError as error:
+        return _failed("ninja", error, "build")
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    return Check("ninja", f"{answer.stdout.strip() or 'unknown version'}, {path}")
 
 
 def cuobjdump() -> Check:
@@ -229,6 +239,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     connections,
     nvcc,
     cplusplus,
+    ninja,
     cuobjdump,
     cutlass,
     memory,
