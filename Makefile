@@ -3,8 +3,8 @@
 # make soak    run the long tests of the suite
 # make deepspeed  test engine=deepspeed on the CPU
 # make check   lint code and words, type-check and test the direction of imports
-# make kernels compile the head dim 128 kernels, judge their machine code and run their PTX on the
-#              CPU; needs g++ and no GPU
+# make kernels compile the head dim 128 kernels, judge their machine code, load one from a wheel, and
+#              run their PTX on the CPU; needs g++ and no GPU
 # Each target first installs what it needs, and no more, into VENV, an environment of make's own:
 # in an environment that you have made it would replace the PyTorch that is there.
 # Variables:   PYTHON, VENV, TORCH (requirement), EXTRA_INDEX_URL (a further wheel index for TORCH)
@@ -72,7 +72,7 @@ $(READY)-deepspeed: $(READY)-test
 	@touch $@
 
 $(READY)-compiler: $(READY)-test
-	$(INSTALL) ".[build]"
+	$(INSTALL) ".[wheel]"
 	@touch $@
 
 clean:

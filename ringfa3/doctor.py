@@ -22,7 +22,7 @@ from ringfa3.build.cache import cache_folder, cache_path
 from ringfa3.build.compile import JOB_BYTES, default_jobs, find_library, free_memory
 from ringfa3.build.cutlass import REMEDY, cutlass_version, find_include_folder, pip_is_installed
 from ringfa3.build.toolchain import find_host_compiler, find_ninja, find_program
-from ringfa3.build.units import UNITS
+from ringfa3.build.units import UNITS, Unit
 from ringfa3.errors import BuildError
 
 CAPABILITY = (9, 0)  # sm_90a code runs on no other
@@ -175,18 +175,25 @@ def folder() -> Check:
 
 
 def units(can_build: bool) -> Check:
-    """Which libraries the cache has. Without a compiler the others are missing."""
-    try:
-        built = [u.name for u in UNITS if cache_path().is_dir() and find_library(u)]
-    except (BuildError, OSError):
-        built = []
+    """Which libraries the wheel and the cache have. Without a compiler the others are missing."""
+    built = [u.name for u in UNITS if _is_built(u)]
     text = f"{len(built)} of {len(UNITS)} built" + (f": {', '.join(built)}" if built else "")
     if len(built) == len(UNITS):
         return Check("units", text)
     if can_build:
         return Check("units", text, "python -m ringfa3.build, or the first use builds one")
-    remedy = "build them here (see above), or copy the cache of a machine that has built them"
+    remedy = (
+        "build them here (see above), or install a wheel that has them "
+        "(python -m ringfa3.build --wheel), or copy the cache of a machine that has built them"
+    )
     return Check("units", text, remedy, () if built else ("run",))
+
+
+def _is_built(unit: Unit) -> bool:
+    try:
+        return find_library(unit) is not None
+    except (BuildError, OSError):  # of the cache's folder, which `folder` reports
+        return False
 
 
 def nccl() -> Check:

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ringfa3.build.cache import Making, cache_folder, log_line, making
+from ringfa3.build.cache import Making, cache_folder, cache_path, log_line, making
 from ringfa3.build.cutlass import include_folder
 from ringfa3.build.ninja import Edge, run_edges
+from ringfa3.build.packaged import find_packaged
 from ringfa3.build.sass import disassemble, ptxas_faults, sass_faults
 from ringfa3.build.toolchain import find_compiler
 from ringfa3.build.units import Unit
@@ -107,12 +108,16 @@ def library_stem(unit: Unit) -> str:
 
 
 def find_library(unit: Unit) -> Path | None:
-    """The library of a unit, if the cache has it."""
-    return next(iter(sorted(cache_folder().glob(f"{library_stem(unit)}-*/kernel.so"))), None)
+    """The library of a unit, if the installed wheel or the cache has it."""
+    stem = library_stem(unit)
+    packaged = find_packaged(stem)
+    if packaged or not cache_path().is_dir():
+        return packaged
+    return next(iter(sorted(cache_folder().glob(f"{stem}-*/kernel.so"))), None)
 
 
 def ensure_library(unit: Unit) -> Path:
-    """The compiled library of a unit, built first if the cache does not have it.
+    """The compiled library of a unit, built first if the wheel and the cache do not have it.
 
     Any compiler's library of the same architecture, sources and flags serves, so a machine without
     a compiler can run the libraries that another machine built.
@@ -251,8 +256,8 @@ def build_all(units: Sequence[Unit], at_once: int) -> None:
         )
         _make(missing, at_once)
     print(
-        f"{len(units)} units in {cache_folder()}: {len(missing)} compiled in "
-        f"{time.monotonic() - began:.0f} s, {len(units) - len(missing)} were in the cache"
+        f"{len(units)} units: {len(missing)} compiled in {time.monotonic() - began:.0f} s, "
+        f"{len(units) - len(missing)} were there; the cache is {cache_path()}"
     )
 
 
@@ -262,7 +267,10 @@ def check_library(unit: Unit) -> list[str]:
     Raises BuildError: cuobjdump is missing, or as `ensure_library`.
     """
     path = ensure_library(unit)
-    faults = ptxas_faults((path.parent / "ptxas.txt").read_text())
+    remarks = path.parent / "ptxas.txt"
+    if not remarks.is_file():
+        return [f"{remarks} does not exist: a wheel has no remarks, check where it was built"]
+    faults = ptxas_faults(remarks.read_text())
     if unit.direction == "quantise":  # has no matrix product, so no loop of these
         return faults
     return [*faults, *sass_faults(disassemble(path))]

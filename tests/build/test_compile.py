@@ -195,7 +195,7 @@ def test_main_builds_missing_units(tools: Path, capsys: pytest.CaptureFixture[st
     assert runs(tools) == 2
     out = capsys.readouterr().out
     assert re.fullmatch(
-        rf"2 units in {tools}/cache: 1 compiled in \d+ s, 1 were in the cache\n", out
+        rf"2 units: 1 compiled in \d+ s, 1 were there; the cache is {tools}/cache\n", out
     )
 
 
