@@ -4,8 +4,10 @@
         --training.disable_cuda_graphs --parallelism.context_parallel_degree 8 \
         --training.local_batch_size 1 --training.seq_len 131072
 
-The arguments are those of torchtitan 0.3. Documents begin where its data loader sets `positions`
-to 0. Without RingFA3, torchtitan gathers all keys and values on every rank before attention.
+The arguments are those of torchtitan 0.3. With PyTorch 2.13 add --parallelism.spmd_backend
+full_dtensor, because its FSDP2 refuses the weights of the default. Documents begin where the data
+loader sets `positions` to 0. Without RingFA3, torchtitan gathers all keys and values on every rank
+before attention.
 """
 
 from __future__ import annotations
@@ -98,7 +100,8 @@ def plug_in(config: titan.Trainer.Config) -> None:
     if parallelism.context_parallel_degree < 2 or parallelism.spmd_backend == "partial_dtensor":
         raise ValueError(
             f"context_parallel_degree={parallelism.context_parallel_degree}, "
-            f"spmd_backend={parallelism.spmd_backend}: use at least 2, and spmd_types"
+            f"spmd_backend={parallelism.spmd_backend}: use at least 2, and "
+            "spmd_types or full_dtensor"
         )
     if not config.training.disable_cuda_graphs:
         raise ValueError("every batch has a plan of its own: add --training.disable_cuda_graphs")

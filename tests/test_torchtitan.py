@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,13 +55,60 @@ def test_losses_and_gradients_are_those_of_dense_attention(
             assert error <= bound, (world, name, error / x.norm())
 
 
-def plug_in(changes: Callable[[Any], object]) -> None:
-    """Plugs RingFA3 into a configuration of torchtitan that is right but for `changes`."""
+def example() -> Any:
     sys.path.insert(0, str(STEPS.parents[2] / "examples"))
     try:
-        import torchtitan_cp
+        return importlib.import_module("torchtitan_cp")
     finally:
         sys.path.pop(0)
+
+
+def test_the_plan_has_the_documents_of_all_rows() -> None:
+    """Also of a row that begins inside a document. Tokens, labels, positions: those of the rank."""
+    positions = torch.tensor([[5, 6, 0, 1], [0, 0, 1, 2], [3, 4, 5, 6]])
+    ids = torch.arange(12).view(3, 4)
+    given = {"positions": positions, "other": 1}
+    for rank in range(2):
+        inputs, labels, extra = example().shard_input(ids, ids + 100, given, (rank, 2), "cpu", None)
+        plan = extra["attention_masks"]
+        assert plan.lengths.tolist() == [2, 2, 1, 3, 4]
+        assert inputs.shape == labels.shape == extra["positions"].shape == (1, 6)
+        assert torch.equal(inputs[0], plan.shard(ids.flatten()))
+        assert torch.equal(labels, inputs + 100)
+        assert torch.equal(extra["positions"][0], positions.flatten()[inputs[0]])
+        assert extra["other"] == 1
+
+
+def test_the_command_of_the_example_replaces_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command in its docstring, up to the trainer, which builds the layers."""
+    from torchtitan import trainer
+    from torchtitan.config.override import apply_overrides
+
+    built = []
+
+    def build(self: object, config: Any) -> None:
+        config.model_spec.model.update_from_config(config=config)
+        apply_overrides(config.override, config)
+        built.append(config)
+        raise KeyboardInterrupt
+
+    spec = example().__doc__.replace("\\\n", "").splitlines()[2]
+    command = shlex.split(spec)
+    script = command.index("examples/torchtitan_cp.py")
+    monkeypatch.setattr(trainer.Trainer, "__init__", build)
+    monkeypatch.setattr(sys, "argv", command[script:])
+    with pytest.raises(KeyboardInterrupt):
+        runpy.run_path(str(STEPS.parents[2] / command[script]), run_name="__main__")
+    (config,) = built
+    layers = config.model_spec.model.layers
+    names = [type(layer.attention.inner_attention).__qualname__ for layer in layers]
+    assert names == ["RingAttention.Config"] * 32
+    assert config.parallelism.context_parallel_degree == 8
+    assert trainer.prepare_context_parallel_input.__name__ == "shard_input"
+
+
+def plug_in(changes: Callable[[Any], object]) -> None:
+    """Plugs RingFA3 into a configuration of torchtitan that is right but for `changes`."""
     parallelism = SimpleNamespace(context_parallel_degree=2, spmd_backend="full_dtensor")
     config = SimpleNamespace(
         model_spec=SimpleNamespace(name="llama3"),
@@ -66,7 +116,7 @@ def plug_in(changes: Callable[[Any], object]) -> None:
         training=SimpleNamespace(disable_cuda_graphs=True),
     )
     changes(config)
-    torchtitan_cp.plug_in(config)
+    example().plug_in(config)
 
 
 @pytest.mark.parametrize(
