@@ -2,9 +2,10 @@
 # make test    run the suite on CPUs
 # make soak    run the long tests of the suite
 # make deepspeed  test engine=deepspeed on the CPU
+# make torchtitan  test examples/torchtitan_cp.py, in an environment of its own
 # make check   lint code and words, type-check and test the direction of imports
-# make kernels compile the head dim 128 kernels, judge their machine code and run their PTX on the
-#              CPU; needs g++ and no GPU
+# make kernels compile the head dim 128 kernels, judge their machine code, load one from a wheel, and
+#              run their PTX on the CPU; needs g++ and no GPU
 # Each target first installs what it needs, and no more, into VENV, an environment of make's own:
 # in an environment that you have made it would replace the PyTorch that is there.
 # Variables:   PYTHON, VENV, TORCH (requirement), EXTRA_INDEX_URL (a further wheel index for TORCH)
@@ -20,7 +21,7 @@ INSTALL = $(BIN)/python -m pip install $(PIP_INDEX) "$(TORCH)" -e
 
 # Two targets at once would install into one environment at once.
 .NOTPARALLEL:
-.PHONY: demo test soak deepspeed check kernels clean
+.PHONY: demo test soak deepspeed torchtitan test-torchtitan check kernels clean
 
 demo: $(READY)-demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
@@ -34,6 +35,12 @@ soak: $(READY)-test
 
 deepspeed: $(READY)-deepspeed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "deepspeed and not soak"
+
+torchtitan:  # it needs an older version of datasets than `make test` takes
+	$(MAKE) VENV=.venv-torchtitan test-torchtitan
+
+test-torchtitan: $(READY)-torchtitan
+	$(BIN)/python -m pytest tests/test_torchtitan.py
 
 check: $(READY)-test
 	$(BIN)/ruff check .
@@ -71,9 +78,13 @@ $(READY)-deepspeed: $(READY)-test
 	$(INSTALL) ".[deepspeed]"
 	@touch $@
 
+$(READY)-torchtitan: $(READY)
+	$(INSTALL) ".[torchtitan,test]"
+	@touch $@
+
 $(READY)-compiler: $(READY)-test
-	$(INSTALL) ".[build]"
+	$(INSTALL) ".[wheel]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torchtitan runs .mypy_cache .pytest_cache .ruff_cache

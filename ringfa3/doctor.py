@@ -9,6 +9,7 @@ import ctypes
 import os
 import pwd
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -20,8 +21,8 @@ import torch.distributed as dist
 from ringfa3.build.cache import cache_folder, cache_path
 from ringfa3.build.compile import JOB_BYTES, default_jobs, find_library, free_memory
 from ringfa3.build.cutlass import REMEDY, cutlass_version, find_include_folder, pip_is_installed
-from ringfa3.build.toolchain import find_host_compiler, find_program
-from ringfa3.build.units import UNITS
+from ringfa3.build.toolchain import find_host_compiler, find_ninja, find_program
+from ringfa3.build.units import UNITS, Unit
 from ringfa3.errors import BuildError
 
 CAPABILITY = (9, 0)  # sm_90a code runs on no other
@@ -115,6 +116,15 @@ def cplusplus() -> Check:
         return _failed("c++", error, "build")
 
 
+def ninja() -> Check:
+    try:
+        path = find_ninja()
+    except BuildError as error:
+        return _failed("ninja", error, "build")
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    return Check("ninja", f"{answer.stdout.strip() or 'unknown version'}, {path}")
+
+
 def cuobjdump() -> Check:
     """Only `python -m ringfa3.build --check` needs it."""
     try:
@@ -165,18 +175,25 @@ def folder() -> Check:
 
 
 def units(can_build: bool) -> Check:
-    """Which libraries the cache has. Without a compiler the others are missing."""
-    try:
-        built = [u.name for u in UNITS if cache_path().is_dir() and find_library(u)]
-    except (BuildError, OSError):
-        built = []
+    """Which libraries the wheel and the cache have. Without a compiler the others are missing."""
+    built = [u.name for u in UNITS if _is_built(u)]
     text = f"{len(built)} of {len(UNITS)} built" + (f": {', '.join(built)}" if built else "")
     if len(built) == len(UNITS):
         return Check("units", text)
     if can_build:
         return Check("units", text, "python -m ringfa3.build, or the first use builds one")
-    remedy = "build them here (see above), or copy the cache of a machine that has built them"
+    remedy = (
+        "build them here (see above), or install a wheel that has them "
+        "(python -m ringfa3.build --wheel), or copy the cache of a machine that has built them"
+    )
     return Check("units", text, remedy, () if built else ("run",))
+
+
+def _is_built(unit: Unit) -> bool:
+    try:
+        return find_library(unit) is not None
+    except (BuildError, OSError):  # of the cache's folder, which `folder` reports
+        return False
 
 
 def nccl() -> Check:
@@ -229,6 +246,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     connections,
     nvcc,
     cplusplus,
+    ninja,
     cuobjdump,
     cutlass,
     memory,

@@ -39,6 +39,8 @@ def hopper(tools: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     fake_tools.script(tools / "bin/cuobjdump", answer)
     for unit in UNITS:
         ensure_library(unit)
+    (tools / "host" / "ninja").unlink(missing_ok=True)
+    fake_tools.script(tools / "host" / "ninja", "echo 1.99")
     return tools
 
 
@@ -75,6 +77,7 @@ def test_a_good_machine(hopper: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert text["queues"] == "CUDA_DEVICE_MAX_CONNECTIONS is not set"
     assert text["nvcc"] == f"V13.2.5, {hopper}/bin/nvcc"
     assert text["c++"] == "g++"
+    assert text["ninja"] == f"1.99, {hopper}/host/ninja"
     assert text["cutlass"] == f"unknown, {hopper}/include"
     assert text["memory"].startswith("64 GiB free, ")
     assert text["memory"].endswith(f" -j {default_jobs()}")
@@ -196,6 +199,15 @@ def test_a_missing_cplusplus_compiler_blocks_builds(hopper: Path) -> None:
     (hopper / "host/g++").unlink()
     assert checks()["c++"].state == "missing"
     assert "apt-get install g++" in checks()["c++"].remedy
+    assert verdict() == (False, True)
+
+
+def test_a_missing_ninja_blocks_builds(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hopper / "host/ninja").unlink()
+    monkeypatch.setattr("sysconfig.get_path", lambda _: "/nowhere")
+    check = checks()["ninja"]
+    assert (check.state, check.text) == ("missing", "ninja not found")
+    assert check.remedy == "pip install 'ringfa3[build]', or pip install ninja"
     assert verdict() == (False, True)
 
 

@@ -106,8 +106,8 @@ def test_a_tree_of_responses_trains_alike_on_any_number_of_ranks(
 
 def test_every_example_says_how_it_is_started_and_is_tested() -> None:
     tested = set(re.findall(r'shared\("(\w+\.py)"', Path(__file__).read_text()))
-    # The last two: tests/hf/test_context_parallel.py, test_hf_trainers.py.
-    tested |= {"shared_prefix.py", "hf_cp.py", "hf_trainer.py"}
+    # The last three: tests/hf/test_context_parallel.py, test_hf_trainers.py, test_torchtitan.py.
+    tested |= {"shared_prefix.py", "hf_cp.py", "hf_trainer.py", "torchtitan_cp.py"}
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == tested
     for name in tested:
         said = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())) or ""

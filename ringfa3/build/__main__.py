@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ringfa3.build.compile import build_all, check_library, default_jobs
 from ringfa3.build.cutlass import include_folder
@@ -30,6 +31,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--host", action="store_true", help="compile the C++ launcher for this PyTorch, no kernel"
     )
+    made.add_argument(
+        "--wheel",
+        nargs="?",
+        const=Path("dist"),
+        type=Path,
+        metavar="FOLDER",
+        help="write a wheel with the compiled units; default dist",
+    )
     return made
 
 
@@ -48,6 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         units = select_units(options.units)
         build_all(units, options.jobs or default_jobs())
         faults = {unit: check_library(unit) for unit in units} if options.check else {}
+        if options.wheel and not any(faults.values()):
+            from ringfa3.build.wheel import build_wheel
+
+            print(build_wheel(units, options.wheel))
+    except ModuleNotFoundError as error:  # of hatchling
+        sys.exit(f"ringfa3: {error}: pip install 'ringfa3[wheel]'")
     except (BuildError, OSError) as error:
         sys.exit(f"ringfa3: {error}")
     except KeyboardInterrupt:

@@ -15,14 +15,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ringfa3.errors import BuildError
 
 NOTICE = 15.0  # seconds between two lines of a waiting process
-PATIENCE = 900.0  # seconds after which a waiting process takes the maker to be stuck
+PATIENCE = 900.0  # seconds of work, or without a sign of life, after which a maker is stuck
+BEGAN = "began"  # in a working folder: when its maker began to work on the entry
 STALE = 86400.0  # seconds after which a working folder, of any host, belongs to a dead maker
 
 
@@ -57,7 +58,11 @@ def log_line(line: str) -> None:
 
 
 class Making(NamedTuple):
-    """An entry in the making, while its lock is held."""
+    """An entry in the making, while its lock is held.
+
+    The maker creates the file BEGAN in the folder's parent when it starts to work on the entry.
+    Until then it touches the parent, the sign of life of an entry that waits in the maker's queue.
+    """
 
     folder: Path  # empty; the maker fills it. The folder's parent is for temporary files
     publish: Callable[[], Path]  # makes it an entry; the result of `find`
@@ -65,18 +70,33 @@ class Making(NamedTuple):
 
 
 @contextmanager
-def making(task: str, name: str, find: Callable[[], Path | None]) -> Iterator[Making | Path]:
+def working_folder(task: str) -> Iterator[Path]:
+    """A folder in the cache for temporary files; it is removed at the end."""
+    folder = Path(tempfile.mkdtemp(dir=cache_folder(), prefix=_Work.prefix(task)))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def making(
+    task: str, name: str, find: Callable[[], Path | None], wait: bool = True
+) -> Iterator[Making | Path | None]:
     """The entry `name` to be made, or the result of `find`.
 
-    One of the processes that share the task's lock makes the entry. The others log that they wait.
+    One of the processes that share the task's lock makes the entry. The others log that they wait,
+    or without `wait` get None.
 
     Raises BuildError: that of the maker for which this process has waited.
     """
     folder = cache_folder()
     failure = folder / f"{task}.failed"
     began = time.time()
-    with _entry_lock(folder, task, find) as locked:
-        if found := find():
+    with ExitStack() as locks:
+        locked = locks.enter_context(_entry_lock(folder, task, find, wait))
+        found = find()
+        if found or locked is None:
             yield found
             return
         if failure.is_file() and failure.stat().st_mtime > began:  # while we waited
@@ -84,7 +104,7 @@ def making(task: str, name: str, find: Callable[[], Path | None]) -> Iterator[Ma
             if failed == name:
                 raise BuildError(message)
         _sweep(folder, task if locked else None)
-        work = Path(tempfile.mkdtemp(dir=folder, prefix=_Work.prefix(task)))
+        work = locks.enter_context(working_folder(task))
 
         def publish() -> Path:
             try:
@@ -103,11 +123,8 @@ def making(task: str, name: str, find: Callable[[], Path | None]) -> Iterator[Ma
             with suppress(OSError):  # of a full disk
                 failure.write_text(f"{name}\n{error}")
 
-        try:
-            (work / "entry").mkdir()
-            yield Making(work / "entry", publish, fail)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+        (work / "entry").mkdir()
+        yield Making(work / "entry", publish, fail)
 
 
 def make_once(
@@ -120,6 +137,8 @@ def make_once(
     with making(task, name, find) as made:
         if isinstance(made, Path):
             return made
+        assert made is not None  # it has waited
+        (made.folder.parent / BEGAN).touch()
         try:
             fill(made.folder)
             return made.publish()
@@ -135,7 +154,8 @@ class _Work(NamedTuple):
     task: str
     host: str
     pid: int
-    age: float  # seconds
+    age: float  # seconds since the maker began to work on the entry, or last touched the folder
+    queued: bool  # the maker has not begun
 
     @staticmethod
     def prefix(task: str) -> str:
@@ -146,26 +166,42 @@ class _Work(NamedTuple):
         for path in folder.glob(".*@*@*@*"):
             task, host, pid, _ = path.name.removeprefix(".").split("@")
             with suppress(OSError):  # its maker has just removed it
-                yield _Work(path, task, host, int(pid), time.time() - path.stat().st_mtime)
+                queued = not (path / BEGAN).exists()
+                since = (path if queued else path / BEGAN).stat().st_mtime
+                yield _Work(path, task, host, int(pid), time.time() - since, queued)
+
+    def __str__(self) -> str:
+        does = (
+            "has it in its queue" if self.queued else f"has been building it for {self.age:.0f} s"
+        )
+        return f"process {self.pid} on {self.host} {does}"
 
 
 @contextmanager
-def _entry_lock(folder: Path, task: str, find: Callable[[], Path | None]) -> Iterator[bool]:
-    """Waits until no other process makes the entry; yields whether we hold the task's lock."""
+def _entry_lock(
+    folder: Path, task: str, find: Callable[[], Path | None], wait: bool
+) -> Iterator[bool | None]:
+    """Waits until no other process makes the entry; yields whether we hold the task's lock.
+
+    Without `wait` it yields None if another process holds the lock.
+    """
     from filelock import FileLock, Timeout  # PyTorch depends on it too
 
     lock = FileLock(folder / f"{task}.lock")
     speaks = os.environ.get("LOCAL_RANK", "0") in ("0", "1")  # one of the two waits for the other
+    locked: bool | None = False
     while True:
         try:
-            lock.acquire(timeout=NOTICE)
+            lock.acquire(timeout=NOTICE if wait else 0)
         except Timeout:
+            if not wait:
+                locked = None
+                break
             maker = next((w for w in _Work.under(folder) if w.task == task), None)
             if find() or maker is None or maker.age > PATIENCE:
                 break
             if speaks:
-                who = f"process {maker.pid} on {maker.host}"
-                log_line(f"waiting for {task}: {who} has been building it for {maker.age:.0f} s")
+                log_line(f"waiting for {task}: {maker}")
         except (OSError, NotImplementedError):  # a file system without locks
             break
         else:
@@ -174,7 +210,7 @@ def _entry_lock(folder: Path, task: str, find: Callable[[], Path | None]) -> Ite
             finally:
                 lock.release()
             return
-    yield False
+    yield locked
 
 
 def _sweep(folder: Path, locked: str | None) -> None:

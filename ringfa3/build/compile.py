@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ringfa3.build.cache import Making, cache_folder, log_line, making
+from ringfa3.build.cache import Making, cache_folder, cache_path, log_line, making
 from ringfa3.build.cutlass import include_folder
 from ringfa3.build.ninja import Edge, run_edges
+from ringfa3.build.packaged import find_packaged
 from ringfa3.build.sass import disassemble, ptxas_faults, sass_faults
 from ringfa3.build.toolchain import find_compiler
 from ringfa3.build.units import Unit
@@ -71,7 +72,8 @@ def included(unit: Unit) -> dict[str, Path]:
     """The sources of a unit by their names: the file that it compiles, and what that includes.
 
     They are read from the text: in `#include "name"` the name is that of a file beside the one
-    that includes it, or in `source_folder`. `_finish` compares them with what the compiler read.
+    that includes it, or in `source_folder`. `_check_dependencies` compares them with what the
+    compiler read.
 
     Raises BuildError: as `unit_folder`.
     """
@@ -106,12 +108,16 @@ def library_stem(unit: Unit) -> str:
 
 
 def find_library(unit: Unit) -> Path | None:
-    """The library of a unit, if the cache has it."""
-    return next(iter(sorted(cache_folder().glob(f"{library_stem(unit)}-*/kernel.so"))), None)
+    """The library of a unit, if the installed wheel or the cache has it."""
+    stem = library_stem(unit)
+    packaged = find_packaged(stem)
+    if packaged or not cache_path().is_dir():
+        return packaged
+    return next(iter(sorted(cache_folder().glob(f"{stem}-*/kernel.so"))), None)
 
 
 def ensure_library(unit: Unit) -> Path:
-    """The compiled library of a unit, built first if the cache does not have it.
+    """The compiled library of a unit, built first if the wheel and the cache do not have it.
 
     Any compiler's library of the same architecture, sources and flags serves, so a machine without
     a compiler can run the libraries that another machine built.
@@ -127,40 +133,40 @@ def ensure_library(unit: Unit) -> Path:
 
 
 def _make(units: Sequence[Unit], at_once: int) -> None:
-    """Compiles units, except those that another process makes meanwhile.
+    """Compiles the units that the cache lacks. It waits for those that another process compiles.
 
-    Two processes take the locks of their units in the order of UNITS, so neither waits for a lock
-    of the other while that waits for one of its own.
+    It waits without a lock of its own: no two processes wait for each other, and no unit stays
+    idle while its maker waits.
+    """
+    wait = False
+    while left := [unit for unit in units if find_library(unit) is None]:
+        wait = not _make_free(left, at_once, wait)
+
+
+def _make_free(units: Sequence[Unit], at_once: int, wait: bool) -> bool:
+    """Compiles units that no other process compiles; whether there are any.
+
+    wait: for the first one, if another process compiles it.
     """
     nvcc, version = find_compiler()
     include = include_folder()
-    tools = hashlib.sha256(version.encode() + (include / "cutlass" / "version.h").read_bytes())
-    edges: dict[str, tuple[Unit, Making]] = {}
+    header = (include / "cutlass" / "version.h").read_bytes()
+    tools = hashlib.sha256(version.encode() + header).hexdigest()[:8]
+    edges: dict[str, tuple[Unit, Making, ExitStack]] = {}
+    compiles: list[Edge] = []
     with ExitStack() as locks:
-        compiles = []
         for unit in units:
-            name = f"{library_stem(unit)}-{tools.hexdigest()[:8]}"
-            find = functools.partial(find_library, unit)
-            made = locks.enter_context(making(unit.name, name, find))
-            if isinstance(made, Path):
-                continue
-            edges[unit.name] = unit, made
-            compiles.append(_edge(unit, nvcc, include, made.folder))
-            if len(units) == 1:
-                log_line(f"compiling {unit.name}, about {COMPILE_SECONDS} s")
-
-        def finish(edge: Edge) -> None:
-            unit, made = edges[edge.name]
-            try:
-                _finish(unit, edge)
-                made.publish()
-            except BuildError as error:
-                made.fail(error)
-                raise
-            log_line(f"compiled {unit.name} in {edge.seconds:.0f} s")
-
+            lock = locks.enter_context(ExitStack())
+            name, find = f"{library_stem(unit)}-{tools}", functools.partial(find_library, unit)
+            made = lock.enter_context(making(unit.name, name, find, wait and unit is units[0]))
+            if isinstance(made, Making):
+                edges[unit.name] = unit, made, lock
+                compiles.append(_edge(unit, nvcc, include, made.folder))
+        if len(compiles) == len(units) == 1:
+            log_line(f"compiling {units[0].name}, about {COMPILE_SECONDS} s")
         if compiles:
-            run_edges(compiles, at_once, finish)
+            run_edges(compiles, at_once, lambda edge: _finish(edge, *edges[edge.name]))
+    return bool(compiles)
 
 
 def _edge(unit: Unit, nvcc: Path, include: Path, entry: Path) -> Edge:
@@ -180,9 +186,23 @@ def _edge(unit: Unit, nvcc: Path, include: Path, entry: Path) -> Edge:
     return Edge(unit.name, command, source, library, entry.parent)
 
 
-def _finish(unit: Unit, edge: Edge) -> None:
-    """Raises BuildError: the compile failed, or read a source that the entry's name ignores."""
-    (edge.library.parent / "ptxas.txt").write_text(edge.errors())
+def _finish(edge: Edge, unit: Unit, made: Making, lock: ExitStack) -> None:
+    """Makes a compiled library an entry of the cache, and lets other processes use it.
+
+    Raises BuildError: the compile failed, or read a source that the entry's name ignores.
+    """
+    with lock:
+        try:
+            (made.folder / "ptxas.txt").write_text(edge.errors())
+            _check_dependencies(unit, edge)
+            made.publish()
+        except BuildError as error:
+            made.fail(error)
+            raise
+        log_line(f"compiled {unit.name} in {edge.seconds:.0f} s")
+
+
+def _check_dependencies(unit: Unit, edge: Edge) -> None:
     known = {path.resolve() for path in included(unit).values()}
     for path in edge.dependencies:
         path = path.resolve()
@@ -236,8 +256,8 @@ def build_all(units: Sequence[Unit], at_once: int) -> None:
         )
         _make(missing, at_once)
     print(
-        f"{len(units)} units in {cache_folder()}: {len(missing)} compiled in "
-        f"{time.monotonic() - began:.0f} s, {len(units) - len(missing)} were in the cache"
+        f"{len(units)} units: {len(missing)} compiled in {time.monotonic() - began:.0f} s, "
+        f"{len(units) - len(missing)} were there; the cache is {cache_path()}"
     )
 
 
@@ -247,7 +267,10 @@ def check_library(unit: Unit) -> list[str]:
     Raises BuildError: cuobjdump is missing, or as `ensure_library`.
     """
     path = ensure_library(unit)
-    faults = ptxas_faults((path.parent / "ptxas.txt").read_text())
+    remarks = path.parent / "ptxas.txt"
+    if not remarks.is_file():
+        return [f"{remarks} does not exist: a wheel has no remarks, check where it was built"]
+    faults = ptxas_faults(remarks.read_text())
     if unit.direction == "quantise":  # has no matrix product, so no loop of these
         return faults
     return [*faults, *sass_faults(disassemble(path))]

@@ -1,4 +1,4 @@
-"""Runs compilers by ninja: one edge for each library, as many at once as a pool allows."""
+"""Runs compilers by ninja: one edge for each library, so many at once."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from ringfa3.build.cache import NOTICE, log_line
+from ringfa3.build.cache import BEGAN, NOTICE, log_line, working_folder
 from ringfa3.build.toolchain import find_ninja
 from ringfa3.errors import BuildError
 
-FILE = """ninja_required_version = 1.5
-pool compilers
-  depth = {at_once}
+RULE = """ninja_required_version = 1.5
 rule compile
   command = $run
   description = $out_name
-  depfile = $out.d
-  pool = compilers
 """
+LAST_LINES = 20  # of what a program printed, in an error
 EDGE = """build {library}: compile {source}
   run = {run}
   out_name = {name}
@@ -57,27 +56,36 @@ class Edge(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        return time.time() - (self.folder / "began").stat().st_mtime
+        return time.time() - (self.folder / BEGAN).stat().st_mtime
 
     def errors(self) -> str:
         """What the compiler wrote to stderr. Raises BuildError: it failed; with its last lines."""
-        code = (self.folder / "code").read_text().strip()
-        out, errors = ((self.folder / name).read_text() for name in ("stdout", "stderr"))
-        if code != "0":
-            last = "\n".join((out + errors).strip().splitlines()[-20:])
+        code, out, errors = (self._written(name) for name in ("code", "stdout", "stderr"))
+        if (code := code.strip()) != "0":
+            last = "".join(f"\n{x}" for x in (out + errors).strip().splitlines()[-LAST_LINES:])
             compiler = Path(self.command[0]).name
+            if code:
+                raise BuildError(
+                    f"{self.name} does not compile, {compiler} exited with {code}:{last}"
+                )
             raise BuildError(
-                f"{self.name} does not compile, {compiler} exited with {code}:\n{last}"
+                f"{self.name} does not compile, {compiler} left no exit code: something killed it, "
+                "perhaps for memory, or the disk is full. Make room, or compile fewer units at "
+                f"once by -j 1 or MAX_JOBS=1{last}"
             )
         with self.library.open("rb") as file:
             os.fsync(file)  # before the rename: a crash leaves no truncated library
         return errors
 
+    def _written(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text(errors="replace") if file.is_file() else ""
+
     def text(self) -> str:
         """Its lines in a build.ninja."""
         folder = shlex.quote(str(self.folder))
         compiler = f"TMPDIR={folder} {shlex.join(map(str, self.command))} > stdout 2> stderr"
-        run = f"cd {folder} && : > began; {compiler}; code=$?; echo $code > code; exit $code"
+        run = f"cd {folder} && : > {BEGAN}; {compiler}; code=$?; echo $code > code; exit $code"
         library, source = (re.sub(r"([$: ])", r"$\1", str(p)) for p in (self.library, self.source))
         return EDGE.format(
             library=library, source=source, run=run.replace("$", "$$"), name=self.name
@@ -87,44 +95,64 @@ class Edge(NamedTuple):
 def run_edges(edges: Sequence[Edge], at_once: int, finish: Callable[[Edge], None]) -> None:
     """Runs all edges, and calls `finish` after each. After a failure it starts no other.
 
-    The edges have folders of their own in one folder, where build.ninja is written.
-
-    Raises BuildError: of the first edge that fails; ninja is missing or fails itself.
+    Raises BuildError: of the first edge that fails; ninja is missing or fails itself. Whatever it
+    raises, no compiler runs then.
     """
-    ninja = find_ninja()
     left = {edge.name: edge for edge in edges}
-    file = edges[0].folder / "build.ninja"
-    file.write_text(FILE.format(at_once=at_once) + "".join(edge.text() for edge in edges))
-    command: list[str | Path] = [ninja, "-C", file.parent, "-j", str(at_once)]
-    environment = {**os.environ, "NINJA_STATUS": "", "TERM": "dumb"}
-    began, failed, said = time.monotonic(), None, ""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
-    ) as process:
-        assert process.stdout is not None
-        pipe = process.stdout.fileno()
-        try:
-            while True:
-                if not select.select([pipe], [], [], NOTICE)[0]:
-                    ready, seconds = len(edges) - len(left), time.monotonic() - began
-                    log_line(f"{ready} of {len(edges)} compiled, {seconds:.0f} s so far")
-                    continue
-                if not (read := os.read(pipe, 65536)):
-                    break
-                said += read.decode(errors="replace")
-                *lines, rest = said.split("\n")
-                for line in lines:
-                    if (edge := left.pop(line, None)) is not None:
-                        try:
-                            finish(edge)
-                        except BuildError as error:
-                            failed = failed or error
-                said = rest
-        except KeyboardInterrupt:
-            log_line("interrupted: stopping the compilers")
-            process.send_signal(signal.SIGINT)
-            raise
+    began, failed, other = time.monotonic(), None, deque[str](maxlen=LAST_LINES)
+    with working_folder("ninja") as folder, _started(edges, at_once, folder) as process:
+        for line in _lines(process):
+            if (edge := left.pop(line, None)) is not None:
+                try:
+                    finish(edge)
+                except BuildError as error:
+                    failed = failed or error
+            elif line:
+                other.append(line)
+            else:
+                ready, seconds = len(edges) - len(left), time.monotonic() - began
+                log_line(f"{ready} of {len(edges)} compiled, {seconds:.0f} s so far")
+            for edge in left.values():
+                os.utime(edge.folder)  # the sign of life, see `Making`
     if failed is not None:
         raise failed
     if left:
-        raise BuildError(f"{ninja} exited with {process.returncode}: {said}")
+        said = "".join(f"\n{line}" for line in other)
+        raise BuildError(
+            f"ninja exited with {process.returncode}, before {next(iter(left))}:{said}"
+        )
+
+
+@contextmanager
+def _started(
+    edges: Sequence[Edge], at_once: int, folder: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """ninja, running in `folder`. After an error it ends its compilers, and is awaited."""
+    (folder / "build.ninja").write_text(RULE + "".join(edge.text() for edge in edges))
+    command: list[str | Path] = [find_ninja(), "-C", folder, "-j", str(at_once)]
+    environment = {**os.environ, "NINJA_STATUS": "", "TERM": "dumb"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            log_line("stopping the compilers")
+            process.send_signal(signal.SIGINT)
+            process.communicate()
+            raise
+
+
+def _lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """What a process prints, line by line; an empty line after every NOTICE seconds without."""
+    assert process.stdout is not None
+    pipe, rest = process.stdout.fileno(), b""
+    while True:
+        if not select.select([pipe], [], [], NOTICE)[0]:
+            yield ""
+            continue
+        if not (read := os.read(pipe, 65536)):
+            break
+        *lines, rest = (rest + read).split(b"\n")
+        yield from (line.decode(errors="replace") for line in lines if line)
+    yield from filter(None, [rest.decode(errors="replace")])

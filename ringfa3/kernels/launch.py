@@ -21,6 +21,8 @@ from ringfa3.kernels.symbolic import current_builder
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
 
+INSUFFICIENT_DRIVER = 35  # of cudaError: older than the CUDA runtime in the library
+OLD_DRIVER = " (the driver is too old for the kernels: update it to 580 or later)"
 L2_BYTES = 32 << 20  # of the L2 cache, that K and V of a head section may take
 
 
@@ -91,7 +93,9 @@ def launch(unit: Unit, name: str, args: bytes, stream: CurrentStream) -> None:
     with on(stream.device):
         status = _entry(unit, name)(args, stream.handle)
     if status:
-        raise RuntimeError(f"{name} of {unit.name} could not be launched: CUDA error {status}")
+        remedy = OLD_DRIVER if status == INSUFFICIENT_DRIVER else ""
+        text = f"{name} of {unit.name} could not be launched: CUDA error {status}{remedy}"
+        raise RuntimeError(text)
 
 
 def entry_address(unit: Unit, name: str) -> int:

@@ -17,22 +17,30 @@ from ringfa3.build.compile import ensure_library, find_library, library_stem
 from ringfa3.build.units import UNITS
 from ringfa3.errors import BuildError
 from tests.support import fake_tools
-from tests.support.fake_tools import WAIT_FOR_GO, runs, start, start_build, until
+from tests.support.fake_tools import (
+    WAIT_FOR_GO,
+    WITHOUT_PYTORCH,
+    runs,
+    start,
+    start_build,
+    until,
+)
 
 NAME = UNITS[0].name
 
 
-def working_folders(tools: Path) -> list[Path]:
-    """Folders of entries in the making."""
-    return list((tools / "cache").glob(".*@*"))
+def working_folders(tools: Path, task: str = "*") -> list[Path]:
+    """Folders of entries in the making, and of ninja."""
+    return list((tools / "cache").glob(f".{task}@*"))
 
 
 def unfinished(tools: Path, host: str, pid: int, task: str = NAME, age: float = 0.0) -> Path:
     """The working folder of another process."""
     folder = cache.cache_folder() / f".{task}@{host}@{pid}@abcdefgh"
     (folder / "entry").mkdir(parents=True)
+    (folder / cache.BEGAN).touch()
     then = time.time() - age
-    os.utime(folder, (then, then))
+    os.utime(folder / cache.BEGAN, (then, then))
     return folder
 
 
@@ -74,6 +82,64 @@ def test_a_waiting_process_names_the_maker(tools: Path) -> None:
     assert runs(tools) == 1
 
 
+BUILD_TWO = f"""{WITHOUT_PYTORCH}
+{{before}}
+from ringfa3.build.compile import _make
+from ringfa3.build.units import UNITS
+_make(UNITS[:2], 1)
+"""
+
+
+def test_a_unit_serves_others_before_its_maker_has_built_the_rest(tools: Path) -> None:
+    """The maker holds the lock of the second unit alone, and lives: nobody builds that again."""
+    second = '[ "$(wc -l < {0}/log)" = 2 ] && {{ {1}; }}'
+    fake_tools.link(tools / "host", "wc")
+    fake_tools.nvcc(tools, body=second.format(tools, WAIT_FOR_GO.format(tools)))
+    maker = start(BUILD_TWO.format(before=""))
+    until(lambda: runs(tools) == 2)
+    assert start_build().communicate()[1] == ""  # takes the first, does not wait
+    with FileLock(cache.cache_folder() / f"{NAME}.lock", timeout=0):
+        assert len(working_folders(tools, UNITS[1].name)) == 1
+    (tools / "go").touch()
+    maker.communicate()
+    assert maker.returncode == 0
+    assert runs(tools) == 2
+    assert working_folders(tools) == []
+
+
+def test_a_unit_in_the_queue_of_its_maker_is_not_built_twice(tools: Path) -> None:
+    """While the maker builds others it gives a sign of life, also after PATIENCE."""
+    fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
+    maker = start(BUILD_TWO.format(before="from ringfa3.build import ninja; ninja.NOTICE = 0.1"))
+    until(lambda: runs(tools))
+    hasty = "from ringfa3.build import cache; cache.NOTICE, cache.PATIENCE = 0.4, 1.0"
+    waiter = start(BUILD_TWO.format(before=hasty).replace("[:2]", "[1:2]"))
+    assert waiter.stderr is not None
+    lines = [waiter.stderr.readline() for _ in range(5)]
+    who = f"process {maker.pid} on {socket.gethostname()} has it in its queue"
+    assert lines == [f"ringfa3: waiting for {UNITS[1].name}: {who}\n"] * 5
+    (tools / "go").touch()
+    for process in (maker, waiter):
+        process.communicate()
+        assert process.returncode == 0
+    assert runs(tools) == 2
+
+
+def test_a_process_builds_what_is_free_before_it_waits(tools: Path) -> None:
+    """Another builds the first unit; a process that needs two does not let the second one lie."""
+    fake_tools.nvcc(tools, body=WAIT_FOR_GO.format(tools))
+    maker = start_build()
+    until(lambda: runs(tools) == 1)
+    other = start(BUILD_TWO.format(before=""))
+    until(lambda: runs(tools) == 2)
+    assert len(working_folders(tools, NAME)) == len(working_folders(tools, UNITS[1].name)) == 1
+    (tools / "go").touch()
+    for process in (maker, other):
+        process.communicate()
+        assert process.returncode == 0
+    assert runs(tools) == 2
+
+
 @pytest.mark.parametrize(("rank", "lines"), [(None, 2), ("0", 2), ("1", 2), ("2", 0), ("7", 0)])
 def test_only_two_ranks_of_a_host_print(
     tools: Path, monkeypatch: pytest.MonkeyPatch, rank: str | None, lines: int
@@ -97,11 +163,11 @@ def test_a_killed_build_starts_again_and_its_folder_goes(tools: Path) -> None:
     until(lambda: runs(tools))
     os.kill(killed.pid, signal.SIGKILL)  # its nvcc goes on
     killed.wait()
-    assert len(working_folders(tools)) == 1
+    assert len(working_folders(tools, NAME)) == 1
     assert find_library(UNITS[0]) is None
     fake_tools.nvcc(tools)
     assert ensure_library(UNITS[0]).read_text() == "library\n"
-    assert working_folders(tools) == []
+    assert working_folders(tools, NAME) == []
     os.killpg(killed.pid, signal.SIGKILL)
 
 
@@ -155,7 +221,7 @@ def test_without_locks_two_builds_do_no_harm(tools: Path, lock: str) -> None:
     broken = f"import filelock\ndef acquire(*_, **__): {does}\nfilelock.FileLock.acquire = acquire"
     processes = [start_build(broken) for _ in range(2)]
     until(lambda: runs(tools) == 2)
-    assert len(working_folders(tools)) == 2
+    assert len(working_folders(tools, NAME)) == 2
     (tools / "go").touch()
     said = [p.communicate() for p in processes]
     assert [p.returncode for p in processes] == [0, 0], said
