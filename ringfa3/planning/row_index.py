@@ -9,6 +9,15 @@ import torch
 
 from ringfa3.planning.sharding import Ints
 
+# PyTorch indexes rows of signed integers alone.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def select(x: torch.Tensor, index: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """`torch.index_select` of any dtype, of an index on any device."""
+    rows = x.view(_SIGNED.get(x.dtype, x.dtype)).index_select(dim, index.to(x.device))
+    return rows.view(x.dtype)
+
 
 class RowIndex(NamedTuple):
     """Rows in a given order: a slice where they are consecutive, else an int64 index."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ringfa3.custom_op import custom_op, register_fake
 from ringfa3.planning.handles import from_handle, graph_handle
+from ringfa3.planning.row_index import select
 
 Agree: TypeAlias = Callable[[dist.ProcessGroup, dict[str, str], Exception | None], None]
 _agree: Agree | None = None
@@ -81,10 +82,8 @@ def gather_tokens(x_local: torch.Tensor, plan: int, dim: int, tokens: int) -> to
             [x.view(torch.uint8) for x in parts], padded.view(torch.uint8), group=context.group
         )
         gathered = torch.cat([p[:n] for p, n in zip(parts, context.tokens_per_rank, strict=True)])
-    index = np.concatenate([context.index_of(r) for r in range(context.world)])
-    out = torch.empty_like(gathered)
-    out[torch.from_numpy(index).to(rows.device)] = gathered
-    return out.movedim(0, dim)
+    index = np.argsort(np.concatenate([context.index_of(r) for r in range(context.world)]))
+    return select(gathered, torch.from_numpy(index)).movedim(0, dim)
 
 
 @register_fake(gather_tokens)
