@@ -15,8 +15,10 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 def select(x: torch.Tensor, index: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """`torch.index_select` of any dtype, of an index on any device."""
-    rows = x.view(_SIGNED.get(x.dtype, x.dtype)).index_select(dim, index.to(x.device))
-    return rows.view(x.dtype)
+    index = index.to(x.device)
+    if x.dtype not in _SIGNED:  # a view as another dtype would end the gradient
+        return x.index_select(dim, index)
+    return x.view(_SIGNED[x.dtype]).index_select(dim, index).view(x.dtype)
 
 
 class RowIndex(NamedTuple):
