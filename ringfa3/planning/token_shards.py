@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import cached_property
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from ringfa3.planning.sharding import Ints, Segments, partition
 from ringfa3.planning.tiling import concat_ranges
 from ringfa3.planning.unshard import Unshard, require_agreement
 from ringfa3.validation import check_plain
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in `typing` from Python 3.11 on
 
 
 class TokenShards:
@@ -173,8 +176,8 @@ class TokenShards:
         return result
 
     @cached_property
-    def contiguous(self) -> TokenShards:
-        """The layout of `to_contiguous`: the packed tokens in order, equally many on every rank.
+    def contiguous(self) -> Self:
+        """The plan of `to_contiguous`: the packed tokens in order, equally many on every rank.
 
         `contiguous.shards[rank]` has the documents of a rank, in order. Only the first may begin on
         an earlier rank.
@@ -186,8 +189,12 @@ class TokenShards:
                 f"the documents of a plan with {self.mask!r} are not known: make the plan from "
                 "cumulative lengths"
             )
-        shards = partition(self.lengths, self.world, "contiguous")
-        return TokenShards(self.lengths, shards, shards, self.rank, self._group)
+        plan: Self = self._laid_out(partition(self.lengths, self.world, "contiguous"), "contiguous")
+        return plan
+
+    def _laid_out(self, shards: list[Segments], layout: str) -> Any:
+        """The plan of these documents in other segments."""
+        raise NotImplementedError
 
     @cached_property
     def exchanges(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import re
 import time
 from collections.abc import Callable
@@ -140,6 +141,39 @@ def _ends(sizes: list[int]) -> list[int]:
 
 def test_dtypes_and_dimensions(ranks: Ranks) -> None:
     ranks.run(3, _forms)
+
+
+def _contiguous(group: Group) -> None:
+    plan = plan_context(CU, group, window_size=(9, -1))
+    inner, expected = plan.contiguous, plan_context(CU, group, "contiguous", window_size=(9, -1))
+    assert inner.digest == expected.digest
+    assert ContextPlan.from_handle(inner.handle) is inner
+    x = torch.randn(CU[-1], 2, 8, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(inner.unshard(inner.shard(x)), x)
+    assert torch.equal(inner.shift(inner.shard(x), 1), inner.shard(shifted(x, 1)))
+    for ours, theirs in (
+        (inner, expected),
+        (inner.with_window((3, 0)), expected.with_window((3, 0))),
+        (inner.with_mask(Mask.documents(CU)), expected.with_mask(Mask.documents(CU))),
+    ):
+        results = []
+        for made in (ours, theirs):
+            local = made.shard(x).requires_grad_()
+            out = ring_attn_func(local, local, local, made)
+            assert isinstance(out, torch.Tensor)
+            out.square().sum().backward()
+            results.append((out, local.grad))
+        torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    in_loader = plan_context(CU, (plan.rank, plan.world)).contiguous
+    copy = pickle.loads(pickle.dumps(in_loader))
+    assert copy.digest == in_loader.digest
+    assert copy.handle != in_loader.handle
+    assert torch.equal(copy.bound_to(group).unshard(copy.shard(x)), x)
+
+
+def test_the_contiguous_plan_is_a_plan(ranks: Ranks) -> None:
+    """`plan.contiguous` does what `plan_context(..., layout="contiguous")` does, to the bit."""
+    ranks.run(3, _contiguous)
 
 
 def _few(group: Group) -> None:
