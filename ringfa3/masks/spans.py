@@ -93,14 +93,14 @@ def attended(spans: Ints, k_tokens: int) -> Bools:
 class RowPairs(NamedTuple):
     """How many columns each row attends to, as runs of rows where the number grows evenly.
 
-    begin   (n,) first row of each run, ascending from 0; the last run has no end
-    count   (n,) columns of that row
-    growth  (n,) columns that each further row has more
-    before  (n,) pairs of all rows before the run
+    begin    (n,) first row of each run, ascending from 0; the last run has no end
+    columns  (n,) columns of that row
+    growth   (n,) columns that each further row has more
+    before   (n,) pairs of all rows before the run
     """
 
     begin: Ints
-    count: Ints
+    columns: Ints
     growth: Ints
     before: Ints
 
@@ -124,15 +124,15 @@ class RowPairs(NamedTuple):
         )
         growth, size = np.cumsum(slope), np.diff(begin)
         inside = np.concatenate((zero, (size - 1) * growth[:-1]))  # from a run's first to last row
-        count = np.cumsum(step + growth + inside)
-        held = size * count[:-1] + size * (size - 1) // 2 * growth[:-1]
-        return cls(begin, count, growth, np.concatenate((zero, np.cumsum(held))))
+        columns = np.cumsum(step + growth + inside)
+        held = size * columns[:-1] + size * (size - 1) // 2 * growth[:-1]
+        return cls(begin, columns, growth, np.concatenate((zero, np.cumsum(held))))
 
     def pairs_before(self, row: Ints) -> Ints:
         """Pairs of all rows before each of these."""
         run = np.searchsorted(self.begin, row, side="right") - 1
         n = row - self.begin[run]
-        pairs: Ints = self.before[run] + n * self.count[run] + n * (n - 1) // 2 * self.growth[run]
+        pairs: Ints = self.before[run] + n * self.columns[run] + n * (n - 1) // 2 * self.growth[run]
         return pairs
 
 
