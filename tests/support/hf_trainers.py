@@ -247,7 +247,7 @@ def make_trainer(case: Case, world: int, folder: str, grads: list[dict[str, torc
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
-        "include_num_input_tokens_seen": "all",
+        "include_num_input_tokens_seen": "all" if transformers.__version__ >= "5" else "no",
         "learning_rate": 0.1,
         "optim": "sgd",  # Adam would enlarge the rounding of small gradients
         "bf16": False,
