@@ -52,8 +52,10 @@ def tiny_model(name: str, attention: str = "ringfa3") -> nn.Module:
     config_class, special = TINY[name]
     torch.manual_seed(0)
     config = config_class(**{**SIZES, **special})
+    # transformers 4 computes experts in this way alone
+    experts = {"experts_implementation": "eager"} if transformers.__version__ >= "5" else {}
     return transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, experts_implementation="eager"
+        config, attn_implementation=attention, **experts
     )
 
 

@@ -74,6 +74,7 @@ def flash_attn_mask_func(
         q: (t, h, d); k: (t_k, h_kv, d); v: (t_k, h_kv, d_v), packed, as in
             `flash_attn_varlen_func`; t = mask.q_tokens and t_k = mask.k_tokens.
         mask: a `ringfa3.Mask`.
+
     Other arguments and results as in `flash_attn_varlen_func`; lse is (h, t). A query that
     attends to no key has output 0, LSE -inf (with a sink: the sink) and gradient 0.
 

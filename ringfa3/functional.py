@@ -155,8 +155,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: whole numbers, which callers of other libraries pass. Their
             values are ignored: the cumulative lengths decide.
         seqused_q, seqused_k: (sequences,) tokens in use of each sequence, its first ones, as in
-            FlashAttention 3. The others are padding, which attends to nothing and is seen by
-            nobody; causal diagonals end at the last tokens in use. Only "native".
+            FlashAttention 3. The others are padding: it attends to nothing, and nothing
+            attends to it; causal diagonals end at the last tokens in use. Only "native".
         cu_seqlens_q_padded, cu_seqlens_k_padded: (sequences + 1,) cumulative lengths with padding,
             as in TransformerEngine; then cu_seqlens_q and cu_seqlens_k are without. Not both this
             and seqused of one side.

@@ -257,6 +257,12 @@ def _refuse(trainer: Any) -> None:
     peft = getattr(model, "active_peft_config", None)
     if peft is not None and getattr(peft, "is_prompt_learning", False):
         _reject(f"peft_type={peft.peft_type}", "each rank would add the prompt's tokens to its own")
+    counts = getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False)
+    if counts and not hasattr(trainer, "_track_num_input_tokens"):
+        _reject(
+            f"include_num_input_tokens_seen={args.include_num_input_tokens_seen!r}",
+            "transformers 4 counts a sample once for each of its ranks: pass 'no', or use 5",
+        )
     for name, wrong, reason in (
         ("label_smoothing_factor", args.label_smoothing_factor, "pass 0"),
         ("compute_loss_func", trainer.compute_loss_func, "it would get this rank's logits alone"),

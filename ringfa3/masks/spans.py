@@ -11,7 +11,7 @@ around the other rectangle, and two bands inside it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -90,26 +90,55 @@ def attended(spans: Ints, k_tokens: int) -> Bools:
     return change[:-1].cumsum() > 0
 
 
+class RowPairs(NamedTuple):
+    """How many columns each row attends to, as runs of rows where the number grows evenly.
+
+    begin    (n,) first row of each run, ascending from 0; the last run has no end
+    columns  (n,) columns of that row
+    growth   (n,) columns that each further row has more
+    before   (n,) pairs of all rows before the run
+    """
+
+    begin: Ints
+    columns: Ints
+    growth: Ints
+    before: Ints
+
+    @classmethod
+    def of(cls, spans: Ints) -> RowPairs:
+        q0, q1, k0, k1, lo, hi = local_bands(spans).T
+        nq, nk = q1 - q0, k1 - k0
+        zero = np.zeros(1, np.int64)
+        rows, steps, slopes = [zero], [zero], [zero]  # changes of the count, and of its growth
+        for sign, offset in ((1, hi + 1), (-1, lo)):  # clip(r + offset, 0, nk) grows in [a, b)
+            a = np.minimum(np.maximum(-offset, 0), nq - 1)
+            b = np.clip(nk - offset, a, nq - 1)
+            none = 0 * a
+            rows += [q0, q1, q0 + 1 + a, q0 + 1 + b]
+            ends = np.clip(offset, 0, nk), np.clip(nq - 1 + offset, 0, nk)
+            steps += [sign * ends[0], -sign * ends[1], none, none]
+            slopes += [none, none, none + sign, none - sign]
+        begin, at = np.unique(np.concatenate(rows), return_inverse=True)
+        step, slope = (  # float64, exact below 2^53
+            np.bincount(at, np.concatenate(x), len(begin)).astype(np.int64) for x in (steps, slopes)
+        )
+        growth, size = np.cumsum(slope), np.diff(begin)
+        inside = np.concatenate((zero, (size - 1) * growth[:-1]))  # from a run's first to last row
+        columns = np.cumsum(step + growth + inside)
+        held = size * columns[:-1] + size * (size - 1) // 2 * growth[:-1]
+        return cls(begin, columns, growth, np.concatenate((zero, np.cumsum(held))))
+
+    def pairs_before(self, row: Ints) -> Ints:
+        """Pairs of all rows before each of these."""
+        run = np.searchsorted(self.begin, row, side="right") - 1
+        n = row - self.begin[run]
+        pairs: Ints = self.before[run] + n * self.columns[run] + n * (n - 1) // 2 * self.growth[run]
+        return pairs
+
+
 def pairs_by_row(spans: Ints, rows: int) -> Ints:
     """(rows,) columns to which each row attends."""
-    q0, q1, k0, k1, lo, hi = local_bands(spans).T
-    nq, nk = q1 - q0, k1 - k0
-    steps, slopes = [], []  # (row, change): of the count, and of its growth from row to row
-    for sign, offset in ((1, hi + 1), (-1, lo)):  # clip(r + offset, 0, nk) grows by 1 in [a, b)
-        a = np.minimum(np.maximum(-offset, 0), nq - 1)
-        b = np.clip(nk - offset, a, nq - 1)
-        steps += [
-            (q0, sign * np.clip(offset, 0, nk)),
-            (q1, -sign * np.clip(nq - 1 + offset, 0, nk)),
-        ]
-        slopes += [(q0 + 1 + a, 0 * a + sign), (q0 + 1 + b, 0 * b - sign)]
-
-    def by_row(events: list[tuple[Ints, Ints]]) -> npt.NDArray[Any]:  # float64, exact below 2^53
-        at, change = (np.concatenate(column) for column in zip(*events, strict=True))
-        return np.bincount(at, change, rows + 1)
-
-    counts: Ints = np.cumsum(by_row(steps) + np.cumsum(by_row(slopes)))[:rows].astype(np.int64)
-    return counts
+    return np.diff(RowPairs.of(spans).pairs_before(np.arange(rows + 1)))
 
 
 def cell(span: Ints) -> tuple[int, int]:

@@ -221,6 +221,10 @@ class ContextPlan(TokenShards):
         causal = self.causal and mask is None
         return ContextPlan(*given, causal, window, self.implicit, alignment, mask, keys)
 
+    def _laid_out(self, shards: list[Segments], layout: str) -> ContextPlan:
+        given = self.lengths, shards, self.rank, self._group, layout
+        return ContextPlan(*given, self.causal, self.window_size, self.implicit)
+
     def on_grid(self, keys: int) -> tuple[Plan, KVExchange]:
         """`hops` and `kv_exchange` where ranks exchange whole tiles of so many keys."""
         if keys not in self._grids:

@@ -230,21 +230,24 @@ def plan_exchange(
     alignment: every run begins a multiple of so many keys after the first of its segment.
     """
     everything, owner = keys
-    hop = (queries.owner[bands.query] - owner[bands.key]) % world
-    far = hop > 0
-    nq, nk = queries.segments.length[bands.query], everything.length[bands.key]
+    asks = queries.owner[bands.query]
+    hop = asks - owner[bands.key]
+    (far,) = np.nonzero(hop)
+    hop, query, key = hop[far], bands.query[far], bands.key[far]
+    hop += world * (hop < 0)
     count = len(everything)
     first = everything.length.copy()  # other ranks attend to columns [first, end)
     end = np.zeros(count, np.int64)
     reach = np.zeros(count, np.int64)  # the last hop at which a rank attends to them
-    np.minimum.at(first, bands.key[far], np.maximum(bands.lo, 0)[far])
-    np.maximum.at(end, bands.key[far], np.minimum(nk, nq + bands.hi)[far])
-    np.maximum.at(reach, bands.key[far], hop[far])
+    np.minimum.at(first, key, np.maximum(bands.lo[far], 0))
+    last = np.minimum(everything.length[key], queries.segments.length[query] + bands.hi[far])
+    np.maximum.at(end, key, last)
+    np.maximum.at(reach, key, hop)
     first[reach == 0] = 0
     first -= first % max(grid, alignment)
     size = -(-(end - first) // grid)
     first_active = np.full(world, world, np.int64)
-    np.minimum.at(first_active, owner[bands.key[far]], hop[far])
+    np.minimum.at(first_active, owner[key], hop)
 
     own_size = -(-everything.length // grid)
     rows = np.zeros((world, world + 1), np.int64)
@@ -260,12 +263,12 @@ def plan_exchange(
     by_row = np.lexsort((everything.row, owner))
     own_row = np.zeros(count, np.int64)
     own_row[by_row] = _first_rows(own_size[by_row], owner[by_row])
-    visible = np.zeros((world, world, 2), np.int64)
-    visible[..., 0] = rows[:, 1:2]
-    at = (owner[bands.key[far]], hop[far])
-    np.minimum.at(visible[..., 0], at, buffer_row[bands.key[far]])
-    np.maximum.at(visible[..., 1], at, (buffer_row + size)[bands.key[far]])
-    visible[visible[..., 1] == 0] = 0
+    begins, ends = np.repeat(rows[:, 1], world), np.zeros(world * world, np.int64)
+    at = world * owner[key] + hop
+    np.minimum.at(begins, at, buffer_row[key])
+    np.maximum.at(ends, at, (buffer_row + size)[key])
+    begins[ends == 0] = 0
+    visible = np.stack((begins, ends), 1).reshape(world, world, 2)
     mine = run[owner[run] == rank]
     published = concat_ranges(own_row[mine] + first[mine] // grid, size[mine])
 
@@ -291,7 +294,7 @@ def plan_exchange(
     own_queries = queries.segments.take(mine)
     query_index = np.zeros(len(queries.owner), np.int64)
     query_index[mine] = np.arange(len(mine))
-    kept = queries.owner[bands.query] == rank
+    (kept,) = np.nonzero(asks == rank)
     query, key = query_index[bands.query[kept]], key_index[bands.key[kept]]
     shift = np.where(owner == rank, 0, first)[bands.key[kept]]  # a run may start inside a segment
     lo = np.maximum(bands.lo[kept] - shift, 1 - own_queries.length[query])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringfa3.masks.mask import Mask
+from ringfa3.masks.spans import RowPairs
 from ringfa3.planning.sharding import (
     BALANCED,
     CUT,
@@ -74,21 +75,20 @@ class _Ordered:
 
     def __init__(self, mask: Mask, world: int) -> None:
         self.begin = components(mask)
-        before = np.concatenate(([0], np.cumsum(mask.pairs_by_row)))
+        self._before = RowPairs.of(mask.diagonal_spans).pairs_before
         runs, size = _runs(mask, self.begin, world)
-        pairs = before[runs + size] - before[runs]
+        pairs = self._before(runs + size) - self._before(runs)
         component = np.searchsorted(self.begin, runs, side="right") - 1
         order = np.lexsort((pairs / size, component))
         self._run, self._size = runs[order], size[order]
         self._at = np.cumsum(self._size) - self._size  # where a run lies among the ordered tokens
         self._pairs = np.cumsum(pairs[order]) - pairs[order]
-        self._before = before
 
     def pairs_before(self, token: Ints) -> Ints:
         """Pairs of the first `token` ordered tokens."""
         run = np.searchsorted(self._at, token, side="right") - 1
         begin = self._run[run]
-        inside: Ints = self._before[begin + token - self._at[run]] - self._before[begin]
+        inside = self._before(begin + token - self._at[run]) - self._before(begin)
         count: Ints = self._pairs[run] + inside
         return count
 

@@ -1,25 +1,39 @@
-"""Rows that ranks exchange by one all-to-all, so that each gets tokens that it does not hold.
+"""Rows that ranks exchange, so that each gets tokens that it does not hold.
 
 Remaps between layouts, shifts and halos differ only in the tokens that each rank wants. All ranks
-know who holds and who wants which token, so messages carry rows alone.
+know who holds and who wants which token, so messages carry rows alone (`ring.row_messages`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from numbers import Number
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ringfa3.planning.sharding import Ints
 from ringfa3.planning.unshard import agreed_settings, require_agreement
-from ringfa3.validation import check_plain
+from ringfa3.validation import check_plain, shown, whole_number
 
-# The `TokenShards` of the input, and the tokens that each rank wants, as `RowExchange.of` has them.
-Wanted: TypeAlias = Callable[[], tuple[Any, list[Ints]]]
+# The `TokenShards` of the input, and the tokens that each rank wants, as `RowExchange.of` has them;
+# of a call with an n, which is the argument.
+Wanted: TypeAlias = Callable[[int], tuple[Any, list[Ints]]]
+Move: TypeAlias = Callable[
+    [torch.Tensor, "RowExchange", Any, dict[str, str], complex], torch.Tensor
+]
+_move: Move | None = None
+
+
+def set_move(move: Move) -> None:
+    """move(x, exchange, plan, settings, fill) exchanges rows, or raises on all ranks.
+
+    `ringfa3.ring`, which `import ringfa3` imports, gives it: planning sends no messages.
+    """
+    global _move
+    _move = move
 
 
 class RowExchange(NamedTuple):
@@ -29,7 +43,6 @@ class RowExchange(NamedTuple):
                              rank that sends to another orders its rows as that one receives them
     send_sizes, receive_sizes  (world,) rows to and from each rank
     rows                     of the result
-    repeats                  whether `receive` has a row twice: their values are added
     """
 
     send: Ints
@@ -37,7 +50,6 @@ class RowExchange(NamedTuple):
     receive: Ints
     receive_sizes: Ints
     rows: int
-    repeats: bool = False
 
     @classmethod
     def of(cls, held: list[Ints], wanted: list[Ints], rank: int) -> RowExchange:
@@ -62,61 +74,28 @@ class RowExchange(NamedTuple):
         )
 
     def transposed(self, rows: int) -> RowExchange:
-        """The exchange of gradients, which go back to the `rows` rows of the input."""
-        back = self.receive, self.receive_sizes, self.send, self.send_sizes
-        return RowExchange(*back, rows, repeats=True)
-
-    def run(self, x: torch.Tensor, group: dist.ProcessGroup | None, fill: float) -> torch.Tensor:
-        """(rows, ...) from x (tokens, ...); `fill` where no rank sends a row."""
-        send, receive = (torch.from_numpy(i).to(x.device) for i in (self.send, self.receive))
-        received = x.index_select(0, send)
-        if group is not None:
-            # as bytes: gloo and NCCL have no int16, and not every 8-bit float
-            sent = received.view(len(send), math.prod(x.shape[1:])).view(torch.uint8)
-            received = x.new_empty((len(receive), *x.shape[1:]))
-            sizes = self.receive_sizes.tolist(), self.send_sizes.tolist()
-            into = received.view(len(receive), math.prod(x.shape[1:])).view(torch.uint8)
-            dist.all_to_all_single(into, sent, *sizes, group=group)
-        if self.repeats:
-            return x.new_zeros((self.rows, *x.shape[1:])).index_add_(0, receive, received)
-        out = x.new_full((self.rows, *x.shape[1:]), fill)
-        out[receive] = received
-        return out
-
-
-class ExchangeRows(torch.autograd.Function):
-    """apply(x, exchange, group, fill): `RowExchange.run`. Its gradients are sums over all ranks."""
-
-    @staticmethod
-    def forward(ctx, x, exchange, group, fill):  # type: ignore[no-untyped-def]
-        ctx.exchange, ctx.group, ctx.rows = exchange, group, len(x)
-        return exchange.run(x, group, fill)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        back = ctx.exchange.transposed(ctx.rows)
-        rows = grad.contiguous()
-        return run_exchange(rows, back, ctx.group, 0), None, None, None
-
-
-def run_exchange(
-    x: torch.Tensor, exchange: RowExchange, group: dist.ProcessGroup | None, fill: float
-) -> torch.Tensor:
-    """`RowExchange.run`, differentiably."""
-    rows: torch.Tensor = ExchangeRows.apply(x, exchange, group, fill)  # type: ignore[no-untyped-call]
-    return rows
+        """The exchange of gradients, which go back to the `rows` rows of the input. Where several
+        rows of a result are one row of the input, `receive` has that row again."""
+        return RowExchange(self.receive, self.receive_sizes, self.send, self.send_sizes, rows)
 
 
 def exchange_rows(
-    x: torch.Tensor, plan: Any, call: str, find: Wanted, dim: int, fill: float = 0
+    x: torch.Tensor,
+    plan: Any,
+    name: str,
+    find: Wanted,
+    dim: int,
+    fill: complex = 0,
+    n: SupportsIndex | None = None,
 ) -> torch.Tensor:
     """What each rank wants of x, a tensor of tokens along `dim`.
 
     plan: the `TokenShards` that is asked. It keeps the exchange of each call.
-    call: the name of the public call, with its arguments. Ranks agree on it before they exchange.
+    name, n: of the public call. Ranks agree on it before they exchange.
 
     Raises as `TokenShards.to_contiguous`.
     """
+    call = name if n is None else f"{name}(n={n})"
     if torch.compiler.is_compiling():
         raise RuntimeError(f"plan.{call} inside a compiled function: call it between graphs")
     if plan.world > 1 and plan.group is None:
@@ -124,19 +103,37 @@ def exchange_rows(
             f"plan.{call}: this plan was made from (rank, world) and cannot exchange rows: make "
             "it with group=<ProcessGroup>"
         )
-    group = plan.group if plan.world > 1 else None
-    error: Exception | None = None
-    settings: dict[str, str] = {}
     try:
         check_plain("x", x)
+        step = 0 if n is None else whole_number("n", n)  # first: "1" is written as 1 is
+        call = name if n is None else f"{name}(n={step})"
         if call not in plan.exchanges:
-            holder, wanted = find()
+            holder, wanted = find(step)
             held = [holder.index_of(rank) for rank in range(plan.world)]
             plan.exchanges[call] = holder, RowExchange.of(held, wanted, plan.rank)
         holder, exchange = plan.exchanges[call]
-        settings = {"call": call, **agreed_settings(x, holder, dim)}
+        settings = {"call": call, **agreed_settings(x, holder, dim), "fill": str(fill)}
+        _check_fill(fill, x.dtype)
+        rows = x.movedim(dim, 0).contiguous()
     except Exception as problem:  # whatever it is, the other ranks wait
-        error = problem
-    require_agreement(group, settings, error)
-    rows = x.movedim(dim, 0).contiguous()
-    return run_exchange(rows, exchange, group, fill).movedim(0, dim)
+        require_agreement(plan.group if plan.world > 1 else None, {}, problem)
+        raise  # which the line before has done, on all ranks
+    assert _move is not None
+    return _move(rows, exchange, plan, settings, fill).movedim(0, dim)
+
+
+def _check_fill(fill: Any, dtype: torch.dtype) -> None:
+    """Raises TypeError: fill is no number; ValueError: the dtype cannot hold it, rounded if it has
+    a fraction."""
+    number, real = isinstance(fill, Number), not isinstance(fill, complex)
+    if not number:
+        raise TypeError(f"fill={shown(fill)}: give a number")
+    if dtype == torch.bool:
+        fits = fill in (0, 1)
+    elif dtype.is_complex or dtype.is_floating_point:
+        fits = (real or dtype.is_complex) and not torch.finfo(dtype).max < abs(fill) < math.inf
+    else:
+        limits = torch.iinfo(dtype)
+        fits = real and limits.min <= fill <= limits.max and fill == int(fill)
+    if not fits:
+        raise ValueError(f"fill={fill!r}: x is of {dtype}, which cannot hold it")

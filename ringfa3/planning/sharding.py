@@ -194,26 +194,26 @@ class _Placement:
         A load is the pair (work, tokens) over its mean. So long documents balance the work, and
         short ones, which hold little work, the tokens.
         """
-        ranks = range(len(self.quota))
-        mean_work = max(float(self.work.sum()) / len(ranks), 1.0)
-        mean_tokens = max(float(self.lengths.sum()) / len(ranks), 1.0)
-        load, tokens = self.load, self.tokens
+        world, load, tokens = len(self.quota), self.load, self.tokens
+        mean_work = max(float(self.work.sum()) / world, 1.0)
+        mean_tokens = max(float(self.lengths.sum()) / world, 1.0)
         relative = self.work / mean_work
         parts = self._parts(relative, share)
         shares = _even_shares(self.lengths, parts, self._work_of)
-        for d in np.argsort(-self.work, kind="stable").tolist():
-            length, n = int(self.lengths[d]), int(parts[d])
-            if length == 0:
-                break
-            w, t = float(relative[d]) / n, length / n / mean_tokens / mean_tokens
-            cost = [w * load[r] + t * tokens[r] for r in ranks]
+        order = np.argsort(-self.work, kind="stable")
+        order = order[: int((self.lengths[order] > 0).argmin())] if 0 in self.lengths else order
+        part = relative / parts, self.lengths / parts / mean_tokens / mean_tokens
+        columns = (x[order].tolist() for x in (self.lengths, parts, *part))
+        whole: list[tuple[int, int]] = []
+        for d, length, n, w, t in zip(order.tolist(), *columns, strict=True):
+            cost = [w * x + t * y for x, y in zip(load, tokens, strict=True)]
             if n == 1:
                 r = cost.index(min(cost))
-                self.whole[d] = r
+                whole.append((d, r))
                 load[r] += w
                 tokens[r] += length
                 continue
-            owners = sorted(ranks, key=cost.__getitem__)[:n]  # most work to the least loaded
+            owners = sorted(range(world), key=cost.__getitem__)[:n]  # most work to the least loaded
             held, work = shares[d]
             if any(load):
                 by_work = sorted(range(n), key=work.__getitem__, reverse=True)
@@ -222,6 +222,8 @@ class _Placement:
             for r, h, w in zip(owners, held, work, strict=True):
                 load[r] += w / mean_work
                 tokens[r] += h
+        documents, ranks = np.array(whole, np.int64).reshape(-1, 2).T
+        self.whole[documents] = ranks
 
     def _parts(self, relative: npt.NDArray[np.float64], share: float) -> Ints:
         """(documents,) owners of each: enough to bring the work of a part under `share`."""

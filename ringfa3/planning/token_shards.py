@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from typing import Any
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,8 +17,11 @@ from ringfa3.planning.process_groups import GroupRef, require_alive
 from ringfa3.planning.row_exchange import exchange_rows
 from ringfa3.planning.sharding import Ints, Segments, partition
 from ringfa3.planning.tile_schedule import concat_ranges
-from ringfa3.planning.unshard import Unshard, require_agreement
-from ringfa3.validation import check_plain, whole_number
+from ringfa3.planning.unshard import Unshard, require_agreement, select
+from ringfa3.validation import check_plain
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in `typing` from Python 3.11 on
 
 
 class TokenShards:
@@ -122,7 +126,7 @@ class TokenShards:
                 f"x has {x.shape[dim]} tokens along dim {dim}; the plan has {self.total_tokens}: "
                 "pass all tokens of the batch, on every rank"
             )
-        return x.index_select(dim, self.token_index.to(x.device))
+        return select(x, self.token_index, dim)
 
     def shard_keys(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """This rank's keys of a tensor that holds all of them along `dim`: for cross-attention.
@@ -142,7 +146,7 @@ class TokenShards:
                 f"x has {x.shape[dim]} tokens along dim {dim}; the plan has {total} keys: pass all "
                 "keys of the batch, on every rank"
             )
-        return x.index_select(dim, self._table("_key_index", self.local_keys).to(x.device))
+        return select(x, self._table("_key_index", self.local_keys), dim)
 
     def unshard(self, x_local: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """All tokens from every rank's local ones: the inverse of `shard`, on every rank.
@@ -171,8 +175,8 @@ class TokenShards:
         return result
 
     @cached_property
-    def contiguous(self) -> TokenShards:
-        """The layout of `to_contiguous`: the packed tokens in order, equally many on every rank.
+    def contiguous(self) -> Self:
+        """The plan of `to_contiguous`: the packed tokens in order, equally many on every rank.
 
         `contiguous.shards[rank]` has the documents of a rank, in order. Only the first may begin on
         an earlier rank.
@@ -184,8 +188,12 @@ class TokenShards:
                 f"the documents of a plan with {self.mask!r} are not known: make the plan from "
                 "cumulative lengths"
             )
-        shards = partition(self.lengths, self.world, "contiguous")
-        return TokenShards(self.lengths, shards, shards, self.rank, self._group)
+        plan: Self = self._laid_out(partition(self.lengths, self.world, "contiguous"), "contiguous")
+        return plan
+
+    def _laid_out(self, shards: list[Segments], layout: str) -> Any:
+        """The plan of these documents in other segments."""
+        raise NotImplementedError
 
     @cached_property
     def exchanges(self) -> dict[str, Any]:
@@ -195,35 +203,43 @@ class TokenShards:
     def to_contiguous(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Moves tokens to the ranks and the order of `contiguous`, for recurrent layers.
 
-        x has `local_tokens` along `dim`, and any dtype. Gradients return in the same way.
+        x has `local_tokens` along `dim`, and any dtype. Gradients return in the same way, and are
+        differentiable. Every rank must run the backward if one does, in the same order.
 
         Raises:
             ValueError: on every rank of the group: x.shape[dim] is not `local_tokens` on one, or
-                its other sizes, dtype, dim or plan differ over the ranks; or the plan has a Mask.
-                On this rank: the plan was made from (rank, world).
+                its other sizes, dtype, requires_grad, dim or plan differ over the ranks; or the
+                plan has a Mask. On this rank: the plan was made from (rank, world).
+            TypeError: on every rank: x is no tensor on one, or a DTensor.
             RuntimeError: torch.compile traces the call.
-            RingError: a rank did not enter within the group's timeout.
+            RingError: a rank did not enter within the group's timeout, or does not run the
+                backward.
+
+        Ranks agree at the first call of these arguments. If one deviates later, ranks raise as in
+        `ring_attn_func`: a rank that receives nothing in the call raises at its next one.
         """
-        return exchange_rows(x, self, "to_contiguous", lambda: (self, self.contiguous._held), dim)
+        return exchange_rows(x, self, "to_contiguous", lambda _: (self, self.contiguous._held), dim)
 
     def from_contiguous(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The inverse of `to_contiguous`: x has the tokens of `contiguous`. Raises as that."""
-        return exchange_rows(x, self, "from_contiguous", lambda: (self.contiguous, self._held), dim)
+        """The inverse of `to_contiguous`: x has the tokens of `contiguous`. All else as there."""
+        return exchange_rows(
+            x, self, "from_contiguous", lambda _: (self.contiguous, self._held), dim
+        )
 
     def shift(self, x: torch.Tensor, n: int, dim: int = 0, fill: float = 0) -> torch.Tensor:
         """`torch.roll(x, n)` within each document, with `fill` in place of what comes around.
 
         So `shift(x, 1)` gives each token the row of the token before, `shift(x, -1)` of the next:
-        `shift(ids, -1, fill=-100)` are labels. Raises as `to_contiguous`.
+        `shift(ids, -1, fill=-100)` are labels. Dtypes, backward and errors as in `to_contiguous`;
+        also ValueError: the dtype of x cannot hold `fill`; TypeError: n or fill is no number.
         """
 
-        def find() -> tuple[TokenShards, list[Ints]]:
-            step = whole_number("n", n)
+        def find(step: int) -> tuple[TokenShards, list[Ints]]:
             return self, [
                 self._tokens_of(s.sequence, s.position - step, s.length) for s in self.shards
             ]
 
-        return exchange_rows(x, self, f"shift(n={n})", find, dim, fill)
+        return exchange_rows(x, self, "shift", find, dim, fill, n)
 
     def halo(self, x: torch.Tensor, n: int, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Local tokens with the n tokens before each segment, for convolutions.
@@ -234,19 +250,18 @@ class TokenShards:
             (local_tokens,) int64, which rows are this rank's tokens. A causal convolution over
             n + 1 of the rows is exact at `own`.
 
-        Raises as `to_contiguous`, and ValueError: n is negative.
+        Dtypes, backward and errors as in `to_contiguous`; also ValueError: n is negative.
         """
 
-        def find() -> tuple[TokenShards, list[Ints]]:
-            step = whole_number("n", n)
+        def find(step: int) -> tuple[TokenShards, list[Ints]]:
             if step < 0:
-                raise ValueError(f"n={n}: a halo has 0 or more tokens; use plan.shift")
+                raise ValueError(f"n={step}: a halo has 0 or more tokens; use plan.shift")
             return self, [
                 self._tokens_of(s.sequence, s.position - step, s.length + step) for s in self.shards
             ]
 
-        rows = exchange_rows(x, self, f"halo(n={n})", find, dim)
-        mine = self.shards[self.rank]
+        rows = exchange_rows(x, self, "halo", find, dim, n=n)
+        mine, n = self.shards[self.rank], index(n)
         own = concat_ranges(mine.row + n * np.arange(1, len(mine) + 1), mine.length)
         return rows, torch.from_numpy(own).to(x.device)
 

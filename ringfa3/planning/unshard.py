@@ -16,6 +16,18 @@ Agree: TypeAlias = Callable[[dist.ProcessGroup, dict[str, str], Exception | None
 _agree: Agree | None = None
 
 
+# PyTorch indexes rows of signed integers alone.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def select(x: torch.Tensor, index: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """`torch.index_select` of any dtype, of an index on any device."""
+    index = index.to(x.device)
+    if x.dtype not in _SIGNED:  # a view as another dtype would end the gradient
+        return x.index_select(dim, index)
+    return x.view(_SIGNED[x.dtype]).index_select(dim, index).view(x.dtype)
+
+
 def set_agreement(agree: Agree) -> None:
     """agree(group, settings, error) runs before ranks gather: it raises on all of them, or none.
 
@@ -81,10 +93,8 @@ def gather_tokens(x_local: torch.Tensor, plan: int, dim: int, tokens: int) -> to
             [x.view(torch.uint8) for x in parts], padded.view(torch.uint8), group=context.group
         )
         gathered = torch.cat([p[:n] for p, n in zip(parts, context.tokens_per_rank, strict=True)])
-    index = np.concatenate([context.index_of(r) for r in range(context.world)])
-    out = torch.empty_like(gathered)
-    out[torch.from_numpy(index).to(rows.device)] = gathered
-    return out.movedim(0, dim)
+    index = np.argsort(np.concatenate([context.index_of(r) for r in range(context.world)]))
+    return select(gathered, torch.from_numpy(index)).movedim(0, dim)
 
 
 @register_fake(gather_tokens)

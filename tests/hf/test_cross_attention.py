@@ -49,8 +49,8 @@ SIDES = [("none", "none"), ("right", "none"), ("none", "right"), ("right", "left
 
 @lru_cache(None)
 def model_of(name: str, attention: str) -> Any:
-    kind, settings = MODELS[name]
-    config = getattr(transformers, kind)(**settings)
+    config_class, settings = MODELS[name]
+    config = getattr(transformers, config_class)(**settings)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, name)._from_config(config, attn_implementation=attention)

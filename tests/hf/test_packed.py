@@ -70,9 +70,11 @@ def test_text_rows_of_multimodal_positions(name: str) -> None:
     models = []
     for implementation in ("ringfa3", "sdpa"):
         torch.manual_seed(0)
-        kind = getattr(transformers, f"{name}Model")
+        model_class = getattr(transformers, f"{name}Model")
         models.append(
-            kind._from_config(copy.deepcopy(config), attn_implementation=implementation).double()
+            model_class._from_config(
+                copy.deepcopy(config), attn_implementation=implementation
+            ).double()
         )
     text = positions_of(*ROWS)
     positions = torch.stack((text, text, text // 2, text // 3))

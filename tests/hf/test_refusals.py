@@ -293,13 +293,13 @@ def padded(group: dist.ProcessGroup) -> Any:
     return sharded(shared_model("llama", "ringfa3"), group, attention_mask=mask)
 
 
-def roped(kind: str, group: dist.ProcessGroup) -> Any:
-    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+def roped(rope_type: str, group: dist.ProcessGroup) -> Any:
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
     changes: dict[str, Any] = {"max_position_embeddings": 64}
-    if kind == "longrope":
+    if rope_type == "longrope":
         rope |= {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3,
                  "original_max_position_embeddings": 32}  # fmt: skip
-    name = "phi3" if kind == "longrope" else "llama"
+    name = "phi3" if rope_type == "longrope" else "llama"
     return sharded(model_of(name, "ringfa3", rope_parameters=rope, **changes), group)
 
 

@@ -96,8 +96,8 @@ CASES = {
 @lru_cache(None)
 def model_of(name: str, attention: str) -> Any:
     """With the same weights for every implementation."""
-    kind, config = CASES[name].config()
-    model = kind._from_config(config, attn_implementation=attention)
+    model_class, config = CASES[name].config()
+    model = model_class._from_config(config, attn_implementation=attention)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         values = torch.randn(parameter.shape, generator=generator)

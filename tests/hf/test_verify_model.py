@@ -23,7 +23,7 @@ import ringfa3.hf
 from ringfa3.hf import ring_layer
 from ringfa3.hf.verification import Verification, verify
 from ringfa3.hf.verify_model import _start_ranks, main
-from tests.support.hf_models import CONFIGS, VOCABULARY, config_of, tokens
+from tests.support.hf_models import CONFIGS, EXPERTS, VOCABULARY, config_of, tokens
 from tests.support.ranks import Ranks
 
 LENGTHS = (37, 1, 40, 12)
@@ -32,9 +32,8 @@ LENGTHS = (37, 1, 40, 12)
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     config = config_of(name, initializer_range=0.15)
-    experts = {"experts_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="ringfa3", dtype=dtype, **experts
+        config, attn_implementation="ringfa3", dtype=dtype, **EXPERTS
     )
 
 

@@ -11,10 +11,11 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -36,6 +37,11 @@ class Case:
     config     of the model, changes
     dp         CP groups
     worlds     numbers of processes; with `dp` of them it is the stock trainer, under DDP
+    lora       whether peft's LoRA trains adapters of random weights
+    stream     whether the data are an IterableDataset
+    resume     whether a second trainer goes on from the checkpoint after half of the steps
+    fsdp       whether FSDP2 shards the model of the ring
+    refused    name of a trainer of TRL that computes another loss
     """
 
     model: str
@@ -45,13 +51,21 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     dp: int = 1
     worlds: tuple[int, ...] = (1, 2, 3)
+    lora: bool = False
+    stream: bool = False
+    resume: bool = False
+    fsdp: bool = False
+    refused: str = ""
 
     @property
     def trl(self) -> bool:
-        return self.collator in ("packing", "padding_free")
+        return self.collator in ("packing", "padding_free") or bool(self.refused)
 
 
-Outcome = dict[str, Any]  # "grads": by step and name; "logs": of the trainer; "error": a message
+# "grads": by step and name; "logs": of the trainer; "error": a message; "sharded": whether FSDP
+# has sharded the model; "resumed": the grads of the second trainer; "weights": of both after the
+# last step
+Outcome = dict[str, Any]
 
 
 def run(cases: dict[str, Case], folder: Path, limit: float) -> None:
@@ -99,7 +113,7 @@ def _rank(rank: int, world: int, port: int, cases: dict[str, Case], folder: str)
     for name, case in cases.items():
         with Path(folder, "errors").open("a") as errors, contextlib.redirect_stdout(errors):
             try:
-                outcome = train(case, world)
+                outcome = train(case, world, f"{folder}/{name}-{world}")
             except BaseException:
                 errors.write(f"{name}, rank {rank} of {world}:\n{traceback.format_exc()}\n")
                 code = 1
@@ -109,8 +123,8 @@ def _rank(rank: int, world: int, port: int, cases: dict[str, Case], folder: str)
     os._exit(code)
 
 
-def train(case: Case, world: int) -> Outcome:
-    """A few steps of one case on this rank."""
+def train(case: Case, world: int, shared: str) -> Outcome:
+    """A few steps of one case on this rank; `shared` is a folder of all ranks."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -118,13 +132,40 @@ def train(case: Case, world: int) -> Outcome:
     grads: list[dict[str, torch.Tensor]] = []
     if case.collator == "loop":
         return {"grads": run_loop(case, world), "logs": []}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as own, contextlib.ExitStack() as stack:
+        folder = shared if case.resume else own
+        if case.fsdp and world > case.dp:
+            stack.enter_context(fsdp_on_cpus())
         try:
             trainer = make_trainer(case, world, folder, grads)
             trainer.train()
         except (TypeError, ValueError) as refused:
             return {"error": f"{type(refused).__name__}: {refused}"}
-    return {"grads": grads, "logs": trainer.state.log_history}
+    found: Outcome = {"grads": grads, "logs": trainer.state.log_history}
+    found["sharded"] = any(hasattr(p, "full_tensor") for p in trainer.model.parameters())
+    if case.resume:
+        resumed: list[dict[str, torch.Tensor]] = []
+        second = make_trainer(case, world, folder, resumed)
+        second.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS}")
+        weights = [dict(x.model.named_parameters()) for x in (trainer, second)]
+        found |= {"resumed": resumed, "weights": weights}
+    return found
+
+
+@contextlib.contextmanager
+def fsdp_on_cpus() -> Iterator[None]:
+    """accelerate enables FSDP2 for accelerators only: it takes these processes for some."""
+    from accelerate.state import DistributedType, PartialState
+
+    init = PartialState.__init__
+
+    def as_gpus(state: Any, *arguments: Any, **keywords: Any) -> None:
+        init(state, *arguments, **keywords)
+        state.distributed_type = DistributedType.MULTI_GPU
+
+    with mock.patch.object(PartialState, "__init__", as_gpus):
+        yield
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
 
 
 def run_loop(case: Case, world: int) -> list[dict[str, torch.Tensor]]:
@@ -167,10 +208,23 @@ def make_model(case: Case, ring: bool) -> Any:
 
     ringfa3.hf.register()
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(
+    model = transformers.AutoModelForCausalLM.from_config(
         config_of(case.model, initializer_range=0.15, use_cache=False, **case.config),
         attn_implementation="ringfa3" if ring else case.attention,
         **EXPERTS,
+    )
+    return with_adapters(model) if case.lora else model
+
+
+def with_adapters(model: Any) -> Any:
+    import peft
+
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return peft.get_peft_model(
+        model,
+        peft.LoraConfig(
+            r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM"
+        ),
     )
 
 
@@ -195,7 +249,7 @@ def make_trainer(case: Case, world: int, folder: str, grads: list[dict[str, torc
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
-        "include_num_input_tokens_seen": "all",
+        "include_num_input_tokens_seen": "all" if transformers.__version__ >= "5" else "no",
         "learning_rate": 0.1,
         "optim": "sgd",  # Adam would enlarge the rounding of small gradients
         "bf16": False,
@@ -203,6 +257,8 @@ def make_trainer(case: Case, world: int, folder: str, grads: list[dict[str, torc
     }
     if ring:
         settings["parallelism_config"] = ringfa3.hf.ContextParallel(cp)
+    if case.fsdp and ring:
+        settings |= {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
     model = make_model(case, ring)
 
     class Spy(transformers.TrainerCallback):
@@ -210,7 +266,13 @@ def make_trainer(case: Case, world: int, folder: str, grads: list[dict[str, torc
             grads.append({name: _whole(p) for name, p in model.named_parameters()})
 
     wrap: Callable[[type], type] = ringfa3.hf.context_parallel if ring else lambda x: x
+    if case.refused:
+        import trl
+
+        return wrap(getattr(trl, case.refused))
     data: dict[str, Any] = {"train_dataset": rows(41, 0), "eval_dataset": rows(5, 1)}
+    if case.stream:
+        data = {name: Stream(found) for name, found in data.items()}
     if case.trl:
         return _sft_trainer(case, wrap, model, settings, data, Spy())
     flatten = transformers.DataCollatorWithFlattening()
@@ -268,6 +330,16 @@ def rows(count: int, seed: int) -> list[dict[str, list[int]]]:
 
     ids = [numbers(4, VOCABULARY, length) for length in numbers(3, 60, count)]
     return [{"input_ids": x, "labels": x} for x in ids]
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Documents without a length."""
+
+    def __init__(self, documents: list[dict[str, list[int]]]) -> None:
+        self.documents = documents
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(self.documents)
 
 
 def completions(documents: list[dict[str, list[int]]]) -> list[dict[str, list[int]]]:

@@ -184,8 +184,10 @@ def sinks(shrink: int) -> Iterable[Case]:
 
 
 def spans(shrink: int) -> Iterable[Case]:
-    """Images in a causal sequence, trees, first keys beside a window, random blocks; each followed
-    by a causal sequence of equal FLOPs, the window by itself."""
+    """Images in a causal sequence, trees, a window with first keys, random blocks.
+
+    A causal sequence of equal FLOPs follows each, the window without first keys follows the window.
+    """
     tokens = 64 * K // shrink
     for label, mask in span_masks(shrink).items():
         yield (case := of_spans(label, mask))
@@ -194,12 +196,12 @@ def spans(shrink: int) -> Iterable[Case]:
             alone = dense(SPANS, 1, tokens, (32, 8), 128, window)
             yield replace(alone, label="without first keys", equal_flops_of=label)
         else:
-            yield causal_beside(case)
+            yield causal_after(case)
     yield (case := of_spans("causal as a mask", Mask.documents(tokens)))
-    yield causal_beside(case)
+    yield causal_after(case)
 
 
-def causal_beside(case: Case) -> Case:
+def causal_after(case: Case) -> Case:
     """`causal_of_equal_flops`, named after its mask: those of two masks may be equally long."""
     causal = causal_of_equal_flops(case)
     return replace(causal, label=f"{causal.label} for {case.label}")
@@ -210,11 +212,11 @@ def of_spans(label: str, mask: Mask) -> Case:
 
 
 def span_masks(shrink: int) -> dict[str, Mask]:
-    """By label."""
-    tokens, size = 64 * K // shrink, max(1, 256 // shrink)
-    begins = [i * tokens // 100 for i in range(100)]
+    """By label. Runs have at least 8 tokens: each is a span, and CPUs are slow with many."""
+    tokens, size, width = 64 * K // shrink, max(8, 256 // shrink), max(8, 128 // shrink)
+    images, blocks = min(100, tokens // (2 * size)), tokens // width
+    begins = [i * tokens // images for i in range(images)]
     lengths = [4 * K // shrink, *[K // shrink] * 16]
-    blocks, width = tokens // max(1, 128 // shrink), max(1, 128 // shrink)
     rng = random.Random(1)
     visible = {(i, i) for i in range(blocks)}  # every query attends to a key
     while len(visible) < blocks * blocks // 8:
@@ -222,7 +224,7 @@ def span_masks(shrink: int) -> dict[str, Mask]:
     rows, columns = zip(*sorted(visible), strict=True)
     window = (K // shrink - 1, 0)
     return {
-        "100 images": Mask.documents(tokens).with_bidirectional(
+        f"{images} images": Mask.documents(tokens).with_bidirectional(
             begins, [begin + size for begin in begins]
         ),
         "8 trees of 4k + 16 x 1k": Mask.pack([Mask.tree(lengths, [-1] + [0] * 16)] * 8),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ringfa3.bench.attention.cases import HEAD_DIMS, SETS, select
+from ringfa3.bench.attention.cases import HEAD_DIMS, SETS, select, span_masks
+from ringfa3.bench.attention.run import CPU_SHRINK
 from ringfa3.bench.common.cases import (
     BACKWARD,
     CAUSAL,
@@ -150,3 +151,11 @@ def test_the_ablation_has_the_shape_of_the_paper_s_table_2() -> None:
     (case,) = select(["ablation"])
     assert case.lengths == (8448,) * 4
     assert (case.heads, case.kv_heads, case.head_dim, case.window) == (16, 16, 128, FULL)
+
+
+def test_masks_of_a_smoke_run_have_few_spans() -> None:
+    """The fallback takes a step for each span, so 200 or more would take minutes of a CPU."""
+    for label, made in span_masks(CPU_SHRINK).items():
+        assert 0 < len(made.spans) < 200, label
+    labels = ["100 images", "8 trees of 4k + 16 x 1k", "window and 4 first keys"]
+    assert list(span_masks(1)) == [*labels, "blocks of 128, 1 in 8"]
