@@ -38,7 +38,7 @@ class MoveRows(torch.autograd.Function):
         received[-1:].fill_(fill)
         # read by an index: writing by one is not implemented for all dtypes
         source = receive.new_full((exchange.rows,), len(receive))
-        source[receive] = torch.arange(len(receive), device=x.device)
+        source[receive] = torch.arange(len(receive), dtype=torch.int64, device=x.device)
         return select(received, source)
 
     @staticmethod

@@ -61,7 +61,7 @@ def test_an_error_of_the_disk_stops_the_compilers(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
-    late = 'case "$arguments" in *HEAD_DIM=64*) ;; *) sleep 3; echo > {0}/late;; esac'
+    late = 'case "$arguments" in *HEAD_DIM=64*) ;; *) sleep 60; echo > {0}/late;; esac'
     fake_tools.nvcc(tools, body=late.format(tools))
     with pytest.raises(SystemExit, match="No space left on device"):
         main(["--units", "forward-d64-bf16", "forward-d128-bf16", "forward-d256-bf16", "-j", "1"])

@@ -86,7 +86,7 @@ def test_without_matplotlib_a_line_names_the_extra(capsys, monkeypatch):
         ("test", ["train,plots,test"]),
         ("check", ["train,plots,test"]),
         ("deepspeed", ["train,plots,test", "deepspeed"]),
-        ("kernels", ["train,plots,test", "build"]),
+        ("kernels", ["train,plots,test", "wheel"]),
     ],
 )
 def test_make_installs_what_a_target_needs_into_its_own_environment(tmp_path, target, extras):
