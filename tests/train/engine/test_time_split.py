@@ -149,7 +149,7 @@ def test_ops_are_seen_in_forward_and_backward(device, times):
 
 
 def test_replayed_ops_are_seen_as_those_of_python(kernels, device, times):
-    """The same categories in the same order, while the C++ launcher builds schedules, then runs them."""
+    """The same categories in the same order, while C++ builds schedules, then runs them."""
     q, k = torch.randn(2, 1, 8, 2, 64).bfloat16()
     layer = Linear(128, 64).bfloat16()
     seen = {}
