@@ -51,9 +51,14 @@ def hold_gate(
     ours: Sequence[torch.Tensor],
     plain: Sequence[torch.Tensor],
     exact: Sequence[torch.Tensor],
+    dsink_size: float,
     what: str,
 ) -> None:
-    """max|x - ref| <= 2 max|x_pt - ref| + 1e-5, where infinities of LSE are equal."""
+    """max|x - ref| <= 2 max|x_pt - ref| + 1e-5, where infinities of LSE are equal.
+
+    What dsink sums has both signs, so its error is not that of PyTorch's sum: it is held to 2^-7 of
+    the sum of their sizes, since `out` is rounded.
+    """
     for name, x, y, exactly in zip(NAMES, ours, plain, exact, strict=False):
         z = exactly.detach()
         if not z.numel():
@@ -62,7 +67,18 @@ def hold_gate(
             float(torch.where(a == z, 0, (a.double() - z).abs()).nan_to_num(torch.inf).max())
             for a in (x.detach(), y.detach())
         )
-        assert error <= 2 * bound + 1e-5, f"{what}: {name} is off by {error:.2e}, PyTorch {bound}"
+        allowed = (2**-7 * dsink_size if name == "dsink" else 2 * bound) + 1e-5
+        assert error <= allowed, f"{what}: {name} is off by {error:.2e}, PyTorch {bound}"
+
+
+def dsink_size(exact: Sequence[torch.Tensor], given: Given) -> float:
+    """The largest of all heads: the sum over rows of the sink's P (|dO| |O| + |dLSE|)."""
+    (*_, sink), dout, dlse = given
+    if len(given[0]) == 3:
+        return 0.0
+    out, lse = exact[0].detach(), exact[1].detach()
+    summed = (dout.double() * out).abs().sum(-1).t() + dlse.double().abs()
+    return float(((sink.double()[:, None] - lse).exp() * summed).sum(1).max())
 
 
 def test_random_masks_hold_the_gate() -> None:
@@ -87,7 +103,7 @@ def test_random_masks_hold_the_gate() -> None:
             results.append([*outputs, *gradients(leaves, outputs, dout, dlse)])
         plain, exact = (dense_results(union, given, x) for x in (q.dtype, torch.float64))
         what = f"case {number}: {union}, {q.dtype}, d {q.shape[2]}"
-        hold_gate(results[0], plain, exact, what)
+        hold_gate(results[0], plain, exact, dsink_size(exact, given), what)
         for x, y in zip(results[0], results[-1], strict=True):
             assert torch.equal(x, y), f"{what}: two runs differ"
 
@@ -114,11 +130,12 @@ def _worker(rank: int, world: int, port: int) -> None:
         if sink:
             dist.all_reduce(got[5])
         results = [dense_results(union, given, x) for x in (q.dtype, torch.float64)]
+        size = dsink_size(results[1], given)
         for whole in results:
             for i, x in enumerate(whole[:5]):
                 cut = plan.shard_keys if NAMES[i] in ("dk", "dv") else plan.shard
                 whole[i] = cut(x, 1 if NAMES[i] == "lse" else 0)
-        hold_gate(got, *results, f"rank {rank}, case {number}: {union}, {q.dtype}")
+        hold_gate(got, *results, size, f"rank {rank}, case {number}: {union}, {q.dtype}")
     dist.barrier()
     dist.destroy_process_group()
 
