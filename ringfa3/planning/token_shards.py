@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # in `typing` from Python 3.11 on
 
 
-class TokenShards:
+class TokenShards(ABC):
     """Documents of `lengths` tokens, of which rank o holds the segments shards[o].
 
     Keys of cross-attention are other tokens, one sequence, in the segments key_shards[o];
@@ -191,9 +192,9 @@ class TokenShards:
         plan: Self = self._laid_out(partition(self.lengths, self.world, "contiguous"), "contiguous")
         return plan
 
+    @abstractmethod
     def _laid_out(self, shards: list[Segments], layout: str) -> Any:
         """The plan of these documents in other segments."""
-        raise NotImplementedError
 
     @cached_property
     def exchanges(self) -> dict[str, Any]:

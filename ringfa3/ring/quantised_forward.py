@@ -32,7 +32,7 @@ from ringfa3.ring.p2p_pass import KV, STATISTICS, Blocks, Messages
 ROWS_PER_HOP = 16384
 MAX_HOPS = 3  # of a launch: their K/V are in memory twice, as they came and as operands
 
-# Of a plan with a Mask, by device: rows of keys in no pair, and the first row of a key in some.
+# For each plan with a Mask and device: the rows of keys in no pair, int64, and the first other row.
 _unattended: WeakKeyDictionary[ContextPlan, dict[torch.device, tuple[torch.Tensor, int | None]]] = (
     WeakKeyDictionary()
 )
@@ -100,7 +100,8 @@ def repeat_attended(
     """k and v (n, hk, d), where keys in no pair of the mask repeat one that is in some.
 
     Their own values, of padding for example, would count in means and scales, and so in the error
-    of all others. A rank that has no key of any pair has zeros.
+    of all others. A repeated key moves a mean, but lies among the keys that count. A rank that has
+    no key of any pair has zeros.
     """
     if plan.mask is None:
         return k, v

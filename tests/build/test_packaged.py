@@ -52,8 +52,8 @@ def test_a_damaged_library_is_not_loaded(
 ) -> None:
     """It is logged once; a compiler builds another, and without one an error says so."""
     whole = library.read_bytes()
-    spoilt = {"bit": bytes([whole[0] ^ 1]) + whole[1:], "end": whole[:-1], "empty": b""}
-    library.write_bytes(spoilt[damage])
+    damaged = {"bit": bytes([whole[0] ^ 1]) + whole[1:], "end": whole[:-1], "empty": b""}
+    library.write_bytes(damaged[damage])
     assert find_library(UNIT) is find_library(UNIT) is None
     line = f"ringfa3: {library} is damaged, and is not used: install the wheel again\n"
     assert capfd.readouterr().err == line
