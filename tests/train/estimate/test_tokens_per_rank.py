@@ -7,8 +7,11 @@ import dataclasses
 import pytest
 
 from tests.train.estimate.test_prediction import job
+from tests.train.test_recipe import composed
+from train.checks.config import check
 from train.config import Config, ConfigError
-from train.estimate.prediction import Limits, smallest_change
+from train.estimate.job import Job
+from train.estimate.prediction import Limits, predict, smallest_change
 from train.pretrain import gpus_of
 from train.sections.machine import ALL
 from train.tasks.estimate import _documents
@@ -49,3 +52,17 @@ def test_fewer_samples_in_a_micro_batch_are_proposed_before_more_gpus():
         batch = f"data.tokens_per_rank={tokens}", "train.global_batch_size=4"
         assert tuple(found[gb][:2]) == batch
     assert found[40][:2] == ["parallel.cp=8 on 8 GPUs", "data.tokens_per_rank=65536"]
+
+
+def test_the_experiment_of_mixed_lengths_is_as_its_pages_describe_it(tmp_path):
+    """docs/recipes.md has the batches, and the prediction of 8 H200, to the last digit there."""
+    config = composed("experiment=1b_mixed", "hardware=h200", f"run.dir={tmp_path / 'run'}")
+    for gpus, samples in ((2, 4), (8, 4), (16, 8), (64, 32)):
+        check(config.on(gpus), gpus)
+        assert config.on(gpus).batch_over(1) == samples
+    config.mode = "estimate"
+    eight = config.on(8)
+    made = Job(eight, 8, 8, eight.model.rows(4096), _documents(eight), here=False)
+    assert (made.tokens, made.micro_batches, len(made.cu_seqlens)) == (65536, 1, 5)
+    predicted = predict(made)
+    assert f"{predicted.memory.device / 1e9:.1f} {predicted.time.total:.1f}" == "23.5 4.5"
