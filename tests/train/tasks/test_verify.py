@@ -183,7 +183,7 @@ def test_gradients_are_compared_under_every_engine(config: Config, engine: Engin
         2,
     )
     config.engine, config.model.windows = engine, WINDOWS
-    config.data.tokens_per_rank = 300  # two samples in a micro-batch of both ranks
+    config.parallel.cp, config.data.tokens_per_rank = 2, 300  # two samples in a micro-batch
     open_corpus(config.data)
     results, _ = sacrifice(2, 60, _compare_all, config, ["none", "dK"], limit=100)
     assert {bug: same for bug, (same, _) in results.items()} == {"none": True, "dK": False}
