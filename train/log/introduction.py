@@ -32,8 +32,5 @@ def introduction(
     )
     size = f"{state.batch} x {config.data.seq_len:,} tokens a step"
     if config.data.tokens_per_rank is not None:
-        micro_batches = config.accumulation_over(parallel.dp)
-        size += (
-            f", {config.data.tokens_per_rank:,} of a rank in each of {micro_batches} micro-batches"
-        )
+        size += f", {config.data.tokens_per_rank:,} of each rank at once"
     yield f"{size}; {describe(config.optim, config.train.steps)}"
