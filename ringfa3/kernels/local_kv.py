@@ -18,7 +18,7 @@ from ringfa3.kernels.launch import Tensor3, launch, packer, tma_addressable
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Uploaded, Uploads, upload
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.kv_exchange import RowIndex
+from ringfa3.planning.row_exchange import RowIndex
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit

@@ -228,7 +228,7 @@ class ContextPlan(TokenShards):
         """What this rank sends and receives by messages, and the spans of its launches.
 
         Args:
-            launch: (world,) the launch of each hop, default `KVExchange.joined_hops`.
+            launch: (world,) the launch of each hop, default `KVExchange.launch_of_hop`.
             keys: ranks exchange whole tiles of so many keys.
         """
         key = keys, b"" if launch is None else launch.tobytes()

@@ -7,49 +7,17 @@ reader copies one range of it. By messages each reader gets the rows that it nee
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.planning.sharding import Ints, Segments
 from ringfa3.planning.tile_schedule import concat_ranges, join_ranges
 from ringfa3.planning.tiling import Band, Plan, band, pair_sequences
-
-
-class RowIndex(NamedTuple):
-    """Rows in a given order: a slice where they are consecutive, else an int64 index."""
-
-    rows: slice | torch.Tensor
-
-    @classmethod
-    def of(cls, rows: Ints, device: torch.device) -> RowIndex:
-        """rows: (n,) row numbers; the index is for tensors on `device`."""
-        if len(rows) and (np.diff(rows) == 1).all():
-            return cls(slice(int(rows[0]), int(rows[-1]) + 1))
-        return cls(torch.from_numpy(rows).to(device))
-
-    def part(self, begin: int, end: int) -> RowIndex:
-        """Rows [begin, end) of the index."""
-        if isinstance(self.rows, slice):
-            return RowIndex(slice(self.rows.start + begin, self.rows.start + end))
-        return RowIndex(self.rows[begin:end])
-
-    def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Copies the rows from x (tokens, h, d) to out (n, h, d)."""
-        if isinstance(self.rows, slice):
-            out.copy_(x[self.rows])
-        else:
-            torch.index_select(x, 0, self.rows, out=out)
-
-    def add(self, gradients: torch.Tensor, to: torch.Tensor) -> None:
-        """Adds (n, ...) to the rows of `to` (tokens, ...)."""
-        if isinstance(self.rows, slice):
-            to[self.rows].add_(gradients)
-        else:
-            to.index_add_(0, self.rows, gradients)
 
 
 class MaxRows(NamedTuple):
@@ -77,7 +45,7 @@ class GradReturn(NamedTuple):
 
 
 class PeerRows(NamedTuple):
-    """Rows [begin, end) that this rank sends to a peer for the hop, or receives from it."""
+    """Rows [begin, end) that go to a peer, or come from it, for a hop of the reader."""
 
     hop: int
     peer: int
@@ -90,15 +58,24 @@ class LaunchExchange:
     """What a rank sends and receives by messages. Each launch attends to one hop or several.
 
     hops      spans of the launches, each in place of a hop. Key segments are cut to what arrives
-    rows      rows of each launch's K/V, those of the peers in the order of `arriving`
-    leaving   for each launch of the readers: rows of the rank's own K/V. Their dK/dV come back
-    arriving  for each launch: rows of its K/V. Their dK/dV go back
+    rows      rows of each launch's K/V
+    arriving  for each launch: rows of its K/V that come from a peer. Their dK/dV go back
+    sent      for each launch of the readers: own rows that leave, hop by hop
+    leaving   for each launch: entries of `sent` that go to a peer. Their dK/dV come back
     """
 
     hops: Plan
     rows: list[int]
-    leaving: list[list[PeerRows]]
     arriving: list[list[PeerRows]]
+    sent: list[Ints]
+    leaving: list[list[PeerRows]]
+    _index: dict[torch.device, list[RowIndex]] = field(default_factory=dict)
+
+    def sent_rows(self, device: torch.device) -> list[RowIndex]:
+        """`sent`, for tensors on a device."""
+        if device not in self._index:
+            self._index[device] = [RowIndex.of(rows, device) for rows in self.sent]
+        return self._index[device]
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,17 +117,23 @@ class KVExchange:
         return np.stack((*np.divmod(pair, len(self.tokens)), begin, end), 1)
 
     @cached_property
-    def joined_hops(self) -> Ints:
-        """(world,) the launch that attends to each hop by messages: hop 0 alone, then as many hops
-        as need no more memory, on any rank, than the largest hop of any rank."""
+    def launch_of_hop(self) -> Ints:
+        """(world,) the launch that attends to each hop by messages: hop 0 alone, then several.
+
+        On no rank has a launch more rows, sent or received, than two thirds of the largest block,
+        or the largest hop. So two buffers of arriving and one of leaving rows are no more than two
+        blocks, or three hops.
+        """
         owner, hop, begin, end = self.runs.T
         world = len(self.tokens)
-        rows = np.zeros((world, world), np.int64)  # (hop, reader)
-        np.add.at(rows, (hop, (owner + hop) % world), end - begin)
+        rows = np.zeros((world, 2, world), np.int64)  # (hop, received or sent, rank)
+        np.add.at(rows, (hop, 0, (owner + hop) % world), end - begin)
+        np.add.at(rows, (hop, 1, owner), end - begin)
+        most = max(2 * self.block_rows.max() // 3, rows.max())
         launch, held = np.zeros(world, np.int64), rows[0]
         for t in range(1, world):
             held = held + rows[t]
-            opens = t == 1 or held.max() > rows.max()
+            opens = t == 1 or held.max() > most
             held = rows[t] if opens else held
             launch[t] = launch[t - 1] + opens
         return launch
@@ -159,24 +142,20 @@ class KVExchange:
         """What a rank sends and receives by messages.
 
         hops: spans of the rank. launch: (world,) of each hop, ascending, 0 for hop 0 alone;
-        default `joined_hops`.
+        default `launch_of_hop`.
         """
-        launch = self.joined_hops if launch is None else launch
+        launch = self.launch_of_hop if launch is None else launch
         count, world = int(launch[-1]) + 1, len(launch)
         owner, hop, begin, end = self.runs.T
-        leaving: list[list[PeerRows]] = [[] for _ in range(count)]
-        for _, t, *run in self.runs[owner == rank].tolist():
-            leaving[launch[t]].append(PeerRows(t, (rank + t) % world, *run))
-
+        (to,) = np.nonzero(owner == rank)
+        rows, _, leaving = _peer_rows(hop[to], (rank + hop[to]) % world, (end - begin)[to], launch)
+        own = concat_ranges(begin[to], (end - begin)[to])
+        sent = np.split(own, np.cumsum(rows)[:-1])
         (mine,) = np.nonzero((owner + hop) % world == rank)
         mine = mine[np.argsort(hop[mine], kind="stable")]
-        at, size = launch[hop[mine]], (end - begin)[mine]
-        rows = np.bincount(at, size, count).astype(np.int64)
-        first = np.cumsum(size) - size - (np.cumsum(rows) - rows)[at]
+        size = (end - begin)[mine]
+        rows, first, arriving = _peer_rows(hop[mine], owner[mine], size, launch)
         rows[0] = self.tokens[rank]
-        arriving: list[list[PeerRows]] = [[] for _ in range(count)]
-        for t, peer, *run in np.stack((hop[mine], owner[mine], first, first + size), 1).tolist():
-            arriving[launch[t]].append(PeerRows(t, peer, *run))
 
         b, k = hops.bands, hops.keys
         (own,) = np.nonzero(hops.key_hop == 0)  # they stay whole
@@ -199,7 +178,7 @@ class KVExchange:
         hi = np.minimum(b.hi - cut[joined], keys.length[joined] - 1)
         bands = Band(b.query, joined, lo, hi)
         plan = Plan(hops.queries, keys, launch[key_hop], bands, count)
-        return LaunchExchange(plan, rows.tolist(), leaving, arriving)
+        return LaunchExchange(plan, rows.tolist(), arriving, sent, leaving)
 
     def gathered_layout(self, rank: int) -> tuple[Ints, int]:
         """Where all K/V that a rank attends to lie in one buffer: (first, number of rows).
@@ -252,6 +231,26 @@ def _join_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
             begin = joined.pop()[0]
         joined.append((begin, end))
     return joined
+
+
+def _peer_rows(
+    hop: Ints, peer: Ints, size: Ints, launch: Ints
+) -> tuple[Ints, Ints, list[list[PeerRows]]]:
+    """Runs one after the other in a buffer for each launch, and those of each hop together.
+
+    hop, peer, size: (runs,) by ascending hop. launch: (world,) of each hop.
+
+    Returns:
+        Rows of each launch; the first row of each run; for each launch its hops.
+    """
+    rows = np.bincount(launch[hop], size, launch[-1] + 1).astype(np.int64)
+    first = np.cumsum(size) - size - (np.cumsum(rows) - rows)[launch[hop]]
+    parts: list[list[PeerRows]] = [[] for _ in rows]
+    for t, at in zip(*np.unique(hop, return_index=True), strict=True):
+        begin = int(first[at])
+        end = begin + int(size[hop == t].sum())
+        parts[launch[t]].append(PeerRows(int(t), int(peer[at]), begin, end))
+    return rows, first, parts
 
 
 class PlacedSegments(NamedTuple):

@@ -36,6 +36,49 @@ def set_move(move: Move) -> None:
     _move = move
 
 
+class RowIndex(NamedTuple):
+    """Rows in a given order: a slice where they are consecutive, else an int64 index."""
+
+    rows: slice | torch.Tensor
+
+    @property
+    def consecutive(self) -> bool:
+        return isinstance(self.rows, slice)
+
+    @classmethod
+    def of(cls, rows: Ints, device: torch.device) -> RowIndex:
+        """rows: (n,) row numbers; the index is for tensors on `device`."""
+        if len(rows) and (np.diff(rows) == 1).all():
+            return cls(slice(int(rows[0]), int(rows[-1]) + 1))
+        return cls(torch.from_numpy(rows).to(device))
+
+    def part(self, begin: int, end: int) -> RowIndex:
+        """Rows [begin, end) of the index."""
+        if isinstance(self.rows, slice):
+            return RowIndex(slice(self.rows.start + begin, self.rows.start + end))
+        return RowIndex(self.rows[begin:end])
+
+    def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Copies the rows from x (tokens, ...) to out (n, ...)."""
+        if isinstance(self.rows, slice):
+            out.copy_(x[self.rows])
+        else:
+            torch.index_select(x, 0, self.rows, out=out)
+
+    def read(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """The rows of x (tokens, ...): a view where they are consecutive, else in `scratch`."""
+        if isinstance(self.rows, slice):
+            return x[self.rows]
+        return torch.index_select(x, 0, self.rows, out=scratch[: len(self.rows)])
+
+    def add(self, gradients: torch.Tensor, to: torch.Tensor) -> None:
+        """Adds (n, ...) to the rows of `to` (tokens, ...)."""
+        if isinstance(self.rows, slice):
+            to[self.rows].add_(gradients)
+        else:
+            to.index_add_(0, self.rows, gradients)
+
+
 class RowExchange(NamedTuple):
     """What one rank sends and receives.
 

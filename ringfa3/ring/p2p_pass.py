@@ -1,6 +1,6 @@
 """A ring pass by messages: K/V go from their owner to each reader, and dK/dV back to the owner.
 
-Each launch attends to the K/V of one hop or several (`KVExchange.joined_hops`). K/V and float32
+Each launch attends to the K/V of one hop or several (`KVExchange.launch_of_hop`). K/V and float32
 dK/dV have two buffers each, for even and odd launches, whatever the world size.
 
 All transfers during a launch are one exchange: over NCCL a second one might find no free SM until
@@ -10,7 +10,7 @@ their peers in the exchange of the same number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import TypeAlias
 
@@ -47,8 +47,12 @@ class ArrivingKV:
     ) -> None:
         """local: the rank's own rows, (rows, ...) each, contiguous: K and V, or both in one."""
         self._exchange, self._local, self._pass_type = exchange, local, pass_type
+        self._sent = exchange.sent_rows(local[0].device)
         rows = [max(exchange.rows[1:][n::num_buffers], default=0) for n in range(num_buffers)]
-        self._buffers = [[x.new_empty((n, *x.shape[1:])) for x in local] for n in rows]
+        gathered = zip(exchange.sent, self._sent, strict=True)
+        rows.append(max(0 if index.consecutive else len(sent) for sent, index in gathered))
+        buffers = [[x.new_empty((n, *x.shape[1:])) for x in local] for n in rows]
+        *self._buffers, self._scratch = buffers
 
     def received(self, launch: int) -> list[torch.Tensor]:
         """(rows, ...) for each tensor of `local`: the K/V of a launch >= 1."""
@@ -56,16 +60,22 @@ class ArrivingKV:
         return [x[: self._exchange.rows[launch]] for x in buffers]
 
     def messages(self, launch: int) -> Messages:
-        """What brings the K/V of a launch >= 1; none for the launch after the last."""
+        """What brings the K/V of a launch >= 1; none for the launch after the last.
+
+        Rows that are not consecutive are gathered, after all earlier messages have been sent.
+        """
         if launch == len(self._exchange.rows):
             return [], []
         leaving, arriving = self._exchange.leaving[launch], self._exchange.arriving[launch]
-        return self._of(leaving, self._local), self._of(arriving, self.received(launch))
+        sent = map(self._sent[launch].read, self._local, self._scratch) if leaving else ()
+        return self._of(leaving, list(sent)), self._of(arriving, self.received(launch))
 
-    def _of(self, runs: Sequence[PeerRows], tensors: Sequence[torch.Tensor]) -> list[Message]:
+    def _of(self, rows: Sequence[PeerRows], tensors: Sequence[torch.Tensor]) -> list[Message]:
         return [
-            Message(x[run.begin : run.end], run.peer, f"{self._pass_type} hop {run.hop}: K/V", KV)
-            for run in runs
+            Message(
+                x[part.begin : part.end], part.peer, f"{self._pass_type} hop {part.hop}: K/V", KV
+            )
+            for part in rows
             for x in tensors
         ]
 
@@ -87,8 +97,7 @@ class ReturningGradients:
         self.local = k.new_empty((len(k), *shape), dtype=dtype)
         rows = [max(exchange.rows[1:][n::2], default=0) for n in range(2)]
         self._buffers = [k.new_empty((n, *shape), dtype=dtype) for n in rows]
-        returned = max(sum(run.end - run.begin for run in runs) for runs in exchange.leaving)
-        self._returned = k.new_empty((returned, *shape), dtype=dtype)
+        self._returned = k.new_empty((max(map(len, exchange.sent)), *shape), dtype=dtype)
         # Without transfers in the last exchange there is nothing for the last heads to hide.
         moves_last = len(exchange.rows) > 1 and (exchange.leaving[-1] or exchange.arriving[-1])
         self.first_heads = LocalHeads.of(k).first if moves_last else 0
@@ -107,30 +116,24 @@ class ReturningGradients:
         """What returns the dK/dV of a launch to their owners; none for launches < 1."""
         if launch < 1:
             return [], []
-        here, what = self.of_launch(launch), "backward hop {}: dK/dV".format
-        return (
+        exchange = self._exchange
+        rows = (self.of_launch(launch), exchange.arriving), (self._returned, exchange.leaving)
+        sends, receives = (
             [
-                Message(here[run.begin : run.end], run.peer, what(run.hop), RETURN)
-                for run in self._exchange.arriving[launch]
-            ],
-            [
-                Message(rows, run.peer, what(run.hop), RETURN)
-                for run, rows in self._received(launch)
-            ],
+                Message(x[p.begin : p.end], p.peer, f"backward hop {p.hop}: dK/dV", RETURN)
+                for p in parts[launch]
+            ]
+            for x, parts in rows
         )
+        return sends, receives
 
     def add(self, launch: int) -> None:
-        """Adds the rows that `messages` of a launch have returned."""
-        if launch >= 1:
-            for run, rows in self._received(launch):
-                self.local[run.begin : run.end].add_(rows)
-
-    def _received(self, launch: int) -> Iterator[tuple[PeerRows, torch.Tensor]]:
-        """The own rows that a launch of other ranks returns, and where they arrive."""
-        end = 0
-        for run in self._exchange.leaving[launch]:
-            begin, end = end, end + run.end - run.begin
-            yield run, self._returned[begin:end]
+        """Adds the rows that `messages` of a launch have returned, hop by hop."""
+        if launch < 1:
+            return
+        own = self._exchange.sent_rows(self.local.device)[launch]
+        for _, _, begin, end in self._exchange.leaving[launch]:
+            own.part(begin, end).add(self._returned[begin:end], self.local)
 
     def last_heads(self) -> torch.Tensor:
         """(local_keys, 2, heads, d) for the heads that come last, to be stored."""
