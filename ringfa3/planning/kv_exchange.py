@@ -87,8 +87,8 @@ class KVExchange:
     visible     (world, world, 2): the queries of rank o+t, t >= 1, attend to runs of o's block
                 within rows [begin, end) = visible[o, t]; (0, 0) for none
     published   (block_rows[rank],) local rows of this rank's block, in buffer order
-    needs       (3, n) of each band between two ranks: world * owner + hop, and the owner's local
-                rows [begin, end) that the reader needs
+    needs       (4, n) of each band between two ranks: owner, hop, and the owner's local rows
+                [begin, end) that the reader needs
     key_rows    (keys,) the owner's local row of the first key of each key segment of the plan
     grid, alignment  as in `plan_exchange`
     """
@@ -107,34 +107,42 @@ class KVExchange:
         """Whether each row of `published` follows the one before."""
         return bool((np.diff(self.published) == 1).all())
 
-    @cached_property
-    def runs(self) -> Ints:
+    def runs(self, rank: int | None = None) -> Ints:
         """(n, 4): owner, hop, and the owner's local rows [begin, end) that go to the reader.
 
         Ordered by owner, hop and begin. Runs of one reader neither overlap nor touch.
+
+        rank: only what this rank sends or receives.
         """
-        _, pair, begin, end = join_ranges(*self.needs)
-        return np.stack((*np.divmod(pair, len(self.tokens)), begin, end), 1)
+        world, needs = len(self.tokens), self.needs
+        if rank is not None:
+            owner, hop = needs[:2]
+            reader = owner + hop
+            needs = needs[:, (owner == rank) | (reader == rank) | (reader == rank + world)]
+        owner, hop, begin, end = needs
+        _, pair, begin, end = join_ranges(world * owner + hop, begin, end)
+        return np.stack((*np.divmod(pair, world), begin, end), 1)
 
     @cached_property
     def launch_of_hop(self) -> Ints:
         """(world,) the launch that attends to each hop by messages: hop 0 alone, then several.
 
         On no rank has a launch more rows, sent or received, than two thirds of the largest block,
-        or the largest hop. So two buffers of arriving and one of leaving rows are no more than two
-        blocks, or three hops.
+        or what is visible at one hop. So two buffers of arriving and one of leaving rows are no
+        more than two blocks, or three hops.
         """
-        owner, hop, begin, end = self.runs.T
         world = len(self.tokens)
-        rows = np.zeros((world, 2, world), np.int64)  # (hop, received or sent, rank)
-        np.add.at(rows, (hop, 0, (owner + hop) % world), end - begin)
-        np.add.at(rows, (hop, 1, owner), end - begin)
+        owner, hop, begin, end = self.needs
+        rows = np.bincount(world * owner + hop, end - begin, world * world).astype(np.int64)
+        rows = np.minimum(rows.reshape(world, world), np.diff(self.visible)[..., 0])
+        hops = np.arange(world)
+        both = np.stack((rows, rows[(hops[:, None] - hops) % world, hops]))  # (2, rank, hop)
         most = max(2 * self.block_rows.max() // 3, rows.max())
-        launch, held = np.zeros(world, np.int64), rows[0]
+        launch, held = np.zeros(world, np.int64), both[..., 0]
         for t in range(1, world):
-            held = held + rows[t]
+            held = held + both[..., t]
             opens = t == 1 or held.max() > most
-            held = rows[t] if opens else held
+            held = both[..., t] if opens else held
             launch[t] = launch[t - 1] + opens
         return launch
 
@@ -146,7 +154,7 @@ class KVExchange:
         """
         launch = self.launch_of_hop if launch is None else launch
         count, world = int(launch[-1]) + 1, len(launch)
-        owner, hop, begin, end = self.runs.T
+        owner, hop, begin, end = self.runs(rank).T
         (to,) = np.nonzero(owner == rank)
         rows, _, leaving = _peer_rows(hop[to], (rank + hop[to]) % world, (end - begin)[to], launch)
         own = concat_ranges(begin[to], (end - begin)[to])
@@ -343,7 +351,8 @@ def plan_exchange(
     visible = np.stack((begins, ends), 1).reshape(world, world, 2)
     mine = run[owner[run] == rank]
     published = concat_ranges(own_row[mine] + first[mine] // grid, size[mine])
-    needs = np.stack((pair, own_row[key] + begin // grid, own_row[key] - (-end // grid)))
+    needed = own_row[key] + begin // grid, own_row[key] - (-end // grid)
+    needs = np.stack((owner[key], hop, *needed))
 
     # this rank's key segments: its own, then hop by hop the runs within the visible rows
     arrives = (rank - owner) % world

@@ -69,7 +69,7 @@ def test_first_keys_cost_their_own_rows(world: int) -> None:
     rows = []
     for first_keys in (0, 4):
         mask = Mask.documents(32768, window_size=(1023, 0), first_keys=first_keys)
-        runs = plan_context(mask, (0, world)).kv_exchange.runs
+        runs = plan_context(mask, (0, world)).kv_exchange.runs()
         rows.append(int(np.diff(runs[:, 2:]).sum()))
     assert rows[0] < rows[1] <= 1.02 * rows[0]
 
