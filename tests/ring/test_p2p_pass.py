@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringfa3 import plan_context, ring_attn_func
-from ringfa3.ring.p2p import GlooTransport, Message
-from ringfa3.ring.p2p_pass import KV, RETURN
+from benchmarks.sent_rows import mix
+from ringfa3 import ContextPlan, plan_context, ring_attn_func
+from ringfa3.ring.p2p import FakeTransport, GlooTransport, Message
+from ringfa3.ring.p2p_pass import KV, RETURN, P2PRingPass
 from tests.support.dense import band, cumulative, mask, tensors
 from tests.support.ranks import Ranks
 
@@ -138,3 +139,39 @@ def test_two_buffers_whatever_the_world(ranks: Ranks, world: int) -> None:
         assert backward[6] == block
         assert sum(backward[7:9]) <= block + twice
         assert backward[9:] == [sent]
+
+
+def _kv_rows(cu: list[int] | int, rank: int, pass_type: str) -> tuple[list[int], ContextPlan]:
+    """Rows of each buffer of K that a pass of 16 ranks makes, and the plan. Nothing attends."""
+    plan = plan_context(cu, (rank, 16))
+    k = torch.empty(plan.local_keys, 2, 8, dtype=torch.bfloat16, device="meta")
+    made: list[int] = []
+    inner = torch.Tensor.new_empty
+
+    def new_empty(x: torch.Tensor, size: tuple[int, ...], **options: object) -> torch.Tensor:
+        if len(size) == 3 and x is k:
+            made.append(size[0])
+        return inner(x, size, **options)  # type: ignore[arg-type]
+
+    with mock.patch.object(torch.Tensor, "new_empty", new_empty):
+        P2PRingPass(FakeTransport(), plan, pass_type).start(k, k.clone())
+    return made, plan
+
+
+@pytest.mark.parametrize("pass_type", ["forward", "backward"])
+def test_a_long_document_is_never_held_whole(pass_type: str) -> None:
+    """16 ranks and a document of 2^20 tokens: the rank with its last tokens attends to 15 blocks of
+    64k rows and holds two of them."""
+    made, plan = _kv_rows(1 << 20, 0, pass_type)
+    rows = [end - begin for parts in plan.by_messages().arriving for *_, begin, end in parts]
+    assert rows == [65536] * 15
+    assert made == [65536, 65536, 0]
+
+
+def test_launches_of_many_documents_hold_two_blocks() -> None:
+    """16 ranks of 8k tokens, 100 documents of up to 32k: all buffers of K together."""
+    made, plan = _kv_rows(mix(16 * 8192, 0), 3, "forward")
+    exchange = plan.kv_exchange
+    largest = int(np.diff(exchange.visible).max())
+    assert min(made) > 0
+    assert sum(made) <= max(2 * int(exchange.block_rows.max()), 3 * largest)
