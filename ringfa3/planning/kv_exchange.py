@@ -7,14 +7,12 @@ reader copies one range of it. By messages each reader gets the rows that it nee
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.planning.sharding import Ints, Segments
 from ringfa3.planning.tile_schedule import concat_ranges, join_ranges
 from ringfa3.planning.tiling import Band, Plan, band, pair_sequences
@@ -69,13 +67,6 @@ class LaunchExchange:
     arriving: list[list[PeerRows]]
     sent: list[Ints]
     leaving: list[list[PeerRows]]
-    _index: dict[torch.device, list[RowIndex]] = field(default_factory=dict)
-
-    def sent_rows(self, device: torch.device) -> list[RowIndex]:
-        """`sent`, for tensors on a device."""
-        if device not in self._index:
-            self._index[device] = [RowIndex.of(rows, device) for rows in self.sent]
-        return self._index[device]
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,9 +48,24 @@ class RowIndex(NamedTuple):
     @classmethod
     def of(cls, rows: Ints, device: torch.device) -> RowIndex:
         """rows: (n,) row numbers; the index is for tensors on `device`."""
-        if len(rows) and (np.diff(rows) == 1).all():
-            return cls(slice(int(rows[0]), int(rows[-1]) + 1))
-        return cls(torch.from_numpy(rows).to(device))
+        return cls.of_each([rows], device)[0]
+
+    @classmethod
+    def of_each(cls, lists: list[Ints], device: torch.device) -> list[RowIndex]:
+        """As `of`, of several lists in one upload, which does not block the host."""
+        found = [
+            cls(slice(int(rows[0]), int(rows[-1]) + 1))
+            if len(rows) and (np.diff(rows) == 1).all()
+            else None
+            for rows in lists
+        ]
+        given = [rows for rows, index in zip(lists, found, strict=True) if index is None]
+        source = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *given]))
+        if device.type == "cuda":  # PyTorch reuses pinned memory only after the copy that reads it
+            source = source.pin_memory()
+        uploaded = source.to(device, non_blocking=True)
+        parts = iter(torch.split(uploaded, [len(rows) for rows in given]))
+        return [cls(next(parts)) if index is None else index for index in found]
 
     def part(self, begin: int, end: int) -> RowIndex:
         """Rows [begin, end) of the index."""

@@ -11,6 +11,7 @@ their peers in the exchange of the same number.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
@@ -18,9 +19,12 @@ import torch
 
 from ringfa3.kernels.dispatch import select_local_kv
 from ringfa3.kernels.reference import accum_dtype
+from ringfa3.kernels.streams import CurrentStream
+from ringfa3.kernels.uploads import Uploads
 from ringfa3.pass_interface import Attend, HopTensors, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import LaunchExchange, PeerRows
+from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring.p2p import Exchange, Message, Transport
 
@@ -35,6 +39,18 @@ def start_exchange(transport: Transport, *messages: Messages) -> Exchange | None
     return transport.exchange(sends, receives) if sends or receives else None
 
 
+# `LaunchExchange.sent`, for tensors on a GPU.
+_uploaded: Uploads[list[RowIndex]] = Uploads()
+
+
+def sent_rows(exchange: LaunchExchange, device: torch.device) -> list[RowIndex]:
+    """`exchange.sent`, for tensors on a device."""
+    make = partial(RowIndex.of_each, exchange.sent, device)
+    if device.type != "cuda":
+        return make()
+    return _uploaded.get(exchange, CurrentStream.of(device), (), make)
+
+
 class ArrivingKV:
     """The K/V of a rank's launches, in buffers that launches use in turn."""
 
@@ -47,7 +63,7 @@ class ArrivingKV:
     ) -> None:
         """local: the rank's own rows, (rows, ...) each, contiguous: K and V, or both in one."""
         self._exchange, self._local, self._pass_type = exchange, local, pass_type
-        self._sent = exchange.sent_rows(local[0].device)
+        self._sent = sent_rows(exchange, local[0].device)
         rows = [max(exchange.rows[1:][n::num_buffers], default=0) for n in range(num_buffers)]
         gathered = zip(exchange.sent, self._sent, strict=True)
         rows.append(max(0 if index.consecutive else len(sent) for sent, index in gathered))
@@ -92,7 +108,7 @@ class ReturningGradients:
     """
 
     def __init__(self, k: torch.Tensor, exchange: LaunchExchange) -> None:
-        self._exchange = exchange
+        self._exchange, self._sent = exchange, sent_rows(exchange, k.device)
         shape, dtype = (2, *k.shape[1:]), accum_dtype(k.dtype)
         self.local = k.new_empty((len(k), *shape), dtype=dtype)
         rows = [max(exchange.rows[1:][n::2], default=0) for n in range(2)]
@@ -131,9 +147,8 @@ class ReturningGradients:
         """Adds the rows that `messages` of a launch have returned, hop by hop."""
         if launch < 1:
             return
-        own = self._exchange.sent_rows(self.local.device)[launch]
         for _, _, begin, end in self._exchange.leaving[launch]:
-            own.part(begin, end).add(self._returned[begin:end], self.local)
+            self._sent[launch].part(begin, end).add(self._returned[begin:end], self.local)
 
     def last_heads(self) -> torch.Tensor:
         """(local_keys, 2, heads, d) for the heads that come last, to be stored."""
