@@ -61,7 +61,9 @@ class RowIndex(NamedTuple):
         ]
         given = [rows for rows, index in zip(lists, found, strict=True) if index is None]
         source = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *given]))
-        if device.type == "cuda":  # PyTorch reuses pinned memory only after the copy that reads it
+        if device.type == "cuda" and len(
+            source
+        ):  # PyTorch reuses pinned memory only after the copy that reads it
             source = source.pin_memory()
         uploaded = source.to(device, non_blocking=True)
         parts = iter(torch.split(uploaded, [len(rows) for rows in given]))
