@@ -144,7 +144,7 @@ class KVExchange:
         default `launch_of_hop`.
         """
         launch = self.launch_of_hop if launch is None else launch
-        count, world = int(launch[-1]) + 1, len(launch)
+        world = len(launch)
         owner, hop, begin, end = self.runs(rank).T
         (to,) = np.nonzero(owner == rank)
         rows, _, leaving = _peer_rows(hop[to], (rank + hop[to]) % world, (end - begin)[to], launch)
@@ -156,28 +156,31 @@ class KVExchange:
         rows, first, arriving = _peer_rows(hop[mine], owner[mine], size, launch)
         rows[0] = self.tokens[rank]
 
+        at = (hop << 32)[mine] + begin[mine]
+        plan = self._cut_to_runs(hops, launch, at, first - begin[mine])
+        return LaunchExchange(plan, rows.tolist(), arriving, sent, leaving)
+
+    def _cut_to_runs(self, hops: Plan, launch: Ints, runs: Ints, shift: Ints) -> Plan:
+        """The spans of launches, of key segments that are cut to what arrives.
+
+        runs: (runs,) ascending, 2^32 * hop + the owner's first local row of each run that arrives.
+        shift: (runs,) from an owner's local row to the row in the launch's K/V.
+        """
         b, k = hops.bands, hops.keys
         (own,) = np.nonzero(hops.key_hop == 0)  # they stay whole
         needed = b.key, *b.columns(hops.queries, k, max(self.grid, self.alignment))
         whole = own, np.zeros_like(own), k.length[own]
         joined, key, cut, last = join_ranges(*map(np.concatenate, zip(needed, whole, strict=True)))
-        key_hop, local = hops.key_hop[key], self.key_rows[key] + cut // self.grid
-        row = k.row[key]
-        (far,) = np.nonzero(key_hop)
-        run = (
-            np.searchsorted(
-                (hop << 32)[mine] + begin[mine], (key_hop << 32)[far] + local[far], side="right"
-            )
-            - 1
-        )
-        row[far] = self.grid * (first[run] + local[far] - begin[mine][run])
+        joined, row, hop = joined[: len(b)], k.row[key], hops.key_hop[key]
+        (far,) = np.nonzero(hop)
+        local = (self.key_rows[key] + cut // self.grid)[far]
+        run = np.searchsorted(runs, (hop << 32)[far] + local, side="right") - 1
+        row[far] = self.grid * (local + shift[run])
         keys = Segments(row, last - cut, k.sequence[key], k.position[key] + cut)
-        joined = joined[: len(b)]
         lo = np.maximum(b.lo - cut[joined], 1 - hops.queries.length[b.query])
         hi = np.minimum(b.hi - cut[joined], keys.length[joined] - 1)
         bands = Band(b.query, joined, lo, hi)
-        plan = Plan(hops.queries, keys, launch[key_hop], bands, count)
-        return LaunchExchange(plan, rows.tolist(), arriving, sent, leaving)
+        return Plan(hops.queries, keys, launch[hop], bands, int(launch[-1]) + 1)
 
     def gathered_layout(self, rank: int) -> tuple[Ints, int]:
         """Where all K/V that a rank attends to lie in one buffer: (first, number of rows).
