@@ -22,7 +22,7 @@ import numpy as np
 
 from ringfa3 import plan_context
 from ringfa3.planning.kv_exchange import KVExchange
-from ringfa3.planning.sharding import Ints
+from ringfa3.planning.placement.costs import Ints
 
 BUCKETS = (  # shortest, longest, share
     (1, 200, 0.185), (201, 500, 0.28), (501, 1024, 0.25), (1024, 2048, 0.16), (2048, 4096, 0.07),

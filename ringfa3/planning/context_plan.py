@@ -13,15 +13,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ringfa3.custom_op import untraced
+from ringfa3.custom_op import require_no_compiler, untraced
 from ringfa3.masks.mask import Mask
 from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
 from ringfa3.planning.handles import from_handle, new_handle
 from ringfa3.planning.kv_exchange import KVExchange, LaunchExchange, plan_ring
 from ringfa3.planning.mask_shards import check_mask_tokens, one_sequence, partition_mask
+from ringfa3.planning.placement.costs import Ints
+from ringfa3.planning.placement.hosts import Hosts, find_hosts, warn_of_hosts
 from ringfa3.planning.process_groups import Group, GroupRef, resolve_group, warn_if_alone
 from ringfa3.planning.refinement import plan_mask
-from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
+from ringfa3.planning.sharding import Segments, effective_window, pairs_before, partition
 from ringfa3.planning.tile_schedule import MAX_ROWS
 from ringfa3.planning.tiling import Plan
 from ringfa3.planning.token_shards import TokenShards
@@ -46,6 +48,7 @@ class ContextPlan(TokenShards):
     Attributes:
         rank, world: this rank's number in the CP group, and the size of the group.
         layout, causal, window_size: as given to `plan_context`.
+        hosts: (world,) tuple of int, the number of each rank's host.
         mask: the Mask of the plan; None for documents, with `causal` and `window_size`.
         total_tokens: tokens of all documents.
         local_tokens, local_keys: queries and keys on this rank; equal in self-attention.
@@ -65,6 +68,7 @@ class ContextPlan(TokenShards):
         shards: list[Segments],
         rank: int,
         group: GroupRef | None,
+        hosts: tuple[int, ...],
         layout: str,
         causal: bool,
         window_size: tuple[int, int],
@@ -76,6 +80,7 @@ class ContextPlan(TokenShards):
         """alignment: as in `plan_ring`; key_shards: as in `TokenShards`, default `shards`; other
         arguments as in `plan_context`."""
         super().__init__(lengths, shards, shards if key_shards is None else key_shards, rank, group)
+        self.hosts = hosts
         self.implicit = implicit  # one process, because torch.distributed is not initialised
         self.layout, self.causal, self.window_size = layout, causal, window_size
         self.mask = mask
@@ -130,6 +135,7 @@ class ContextPlan(TokenShards):
             return cast(ContextPlan, GraphPlan(self, group, self.window_size))
         key = weakref.ref(group)
         if key not in self._bound:
+            warn_of_hosts(self.hosts, group)
             bound = copy.copy(self)  # the tables are shared, what `_register` makes is not
             bound._group = key
             self._bound = {g: p for g, p in self._bound.items() if g() is not None} | {key: bound}
@@ -216,12 +222,12 @@ class ContextPlan(TokenShards):
         self, window: tuple[int, int], mask: Mask | None, alignment: int = 1
     ) -> ContextPlan:
         keys = None if self.key_shards is self.shards else self.key_shards
-        given = self.lengths, self.shards, self.rank, self._group, self.layout
+        given = self.lengths, self.shards, self.rank, self._group, self.hosts, self.layout
         causal = self.causal and mask is None
         return ContextPlan(*given, causal, window, self.implicit, alignment, mask, keys)
 
     def _laid_out(self, shards: list[Segments], layout: str) -> ContextPlan:
-        given = self.lengths, shards, self.rank, self._group, layout
+        given = self.lengths, shards, self.rank, self._group, self.hosts, layout
         return ContextPlan(*given, self.causal, self.window_size, self.implicit)
 
     def by_messages(self, launch: Ints | None = None, keys: int = 1) -> LaunchExchange:
@@ -251,7 +257,7 @@ class ContextPlan(TokenShards):
     def digest(self) -> str:
         """Hash of all that must be equal on all ranks."""
         mask = None if self.mask is None else self.mask.digest
-        given = super().digest, self.layout, *self.effective_window, mask
+        given = super().digest, self.hosts, self.layout, *self.effective_window, mask
         return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
     @property
@@ -268,25 +274,10 @@ class ContextPlan(TokenShards):
         return work
 
 
-def effective_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
-    """(left, right) with causal folded in: no key to the right of the diagonal."""
-    left, right = window_size
-    return left, 0 if causal else right
-
-
 def check_plan(plan: object) -> None:
     """Raises TypeError unless `plan` is a ContextPlan."""
     if not isinstance(plan, (ContextPlan, GraphPlan)):
         raise TypeError(f"plan must come from plan_context, got {type(plan).__name__}")
-
-
-def require_no_compiler(
-    function: str,
-    outside: str = "call it outside, and give the plan to the function as an argument",
-) -> None:
-    """Raises RuntimeError while torch.compile traces the call of a function."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError(f"{function} inside a compiled function: {outside}")
 
 
 @untraced
@@ -296,6 +287,7 @@ def plan_context(
     layout: str = "zigzag",
     causal: bool = True,
     window_size: Window = (-1, -1),
+    hosts: Hosts = None,
 ) -> ContextPlan:
     """The plan of packed, self-attending documents, or of a mask, over a context-parallel group.
 
@@ -313,6 +305,9 @@ def plan_context(
         causal: hide later keys of a document.
         window_size: (left, right) keys around a query to which it attends, -1 or None for
             unlimited.
+        hosts: the number of hosts, of equally many ranks in order, or the host of each rank: few
+            documents span two. None for what torchrun's variables say of the group, and for one
+            host if `group` is (rank, world); RINGFA3_HOSTS replaces it. Equal on all ranks.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it and what is allowed.
@@ -324,10 +319,10 @@ def plan_context(
     check_choice("layout", layout, LAYOUTS)
     window = check_window(window_size)
     rank, world, process_group = resolve_group(group)
-    implicit = group is None and process_group is None
-    if implicit:
+    if implicit := group is None and process_group is None:
         warn_if_alone()
     ref = None if process_group is None else weakref.ref(process_group)
+    of_rank = find_hosts(hosts, world, process_group)
     causal = check_bool("causal", causal)
     if mask is not None:
         if not causal or window != (-1, -1):
@@ -335,8 +330,8 @@ def plan_context(
                 f"causal={causal}, window_size={window} with a Mask, which decides both: leave "
                 "them out, and give them to Mask.documents"
             )
-        return _cached_mask_plan(mask, rank, world, ref, layout, implicit)
-    return _cached_plan(cu, rank, world, ref, layout, causal, window, 0, implicit)
+        return _cached_mask_plan(mask, rank, ref, of_rank, layout, implicit)
+    return _cached_plan(cu, rank, ref, of_rank, layout, causal, window, 0, implicit)
 
 
 @untraced
@@ -359,15 +354,16 @@ def dense_plan(
     tokens = local_tokens * world
     cu = cumulative_bytes("cu_seqlens", range(0, batch * tokens + 1, tokens) if tokens else (0,))
     ref = None if process_group is None else weakref.ref(process_group)
-    return _cached_plan(cu, rank, world, ref, layout, causal, window_size, batch, False)
+    hosts = find_hosts(None, world, process_group)
+    return _cached_plan(cu, rank, ref, hosts, layout, causal, window_size, batch, False)
 
 
 @lru_cache(PLANS_KEPT)
 def _cached_plan(
     cu_seqlens: bytes,  # of int64
     rank: int,
-    world: int,
     group: GroupRef | None,
+    hosts: tuple[int, ...],
     layout: str,
     causal: bool,
     window_size: tuple[int, int],
@@ -380,19 +376,24 @@ def _cached_plan(
         raise ValueError(
             f"cu_seqlens ends at {lengths.sum()}: the limit is 2^31 - 1 tokens; split the batch"
         )
-    window = effective_window(causal, window_size)
+    given = len(hosts), layout, *effective_window(causal, window_size), hosts
     if batch:
-        shards = [s.repeated(len(lengths)) for s in partition(lengths[:1], world, layout, *window)]
+        shards = [s.repeated(len(lengths)) for s in partition(lengths[:1], *given)]
     else:
-        shards = partition(lengths, world, layout, *window)
-    return ContextPlan(lengths, shards, rank, group, layout, causal, window_size, implicit)
+        shards = partition(lengths, *given)
+    return ContextPlan(lengths, shards, rank, group, hosts, layout, causal, window_size, implicit)
 
 
 @lru_cache(PLANS_KEPT)
 def _cached_mask_plan(
-    mask: Mask, rank: int, world: int, group: GroupRef | None, layout: str, implicit: bool
+    mask: Mask,
+    rank: int,
+    group: GroupRef | None,
+    hosts: tuple[int, ...],
+    layout: str,
+    implicit: bool,
 ) -> ContextPlan:
-    queries, keys = partition_mask(mask, world, layout)
+    queries, keys = partition_mask(mask, hosts, layout)
     lengths = np.array([mask.q_tokens], np.int64)
-    given = lengths, queries, rank, group, layout, False, (-1, -1), implicit
+    given = lengths, queries, rank, group, hosts, layout, False, (-1, -1), implicit
     return ContextPlan(*given, mask=mask, key_shards=None if keys is queries else keys)

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from ringfa3.masks.mask import Mask
 from ringfa3.planning.handles import graph_handle, plan_table
+from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.process_groups import GroupRef, require_alive
 from ringfa3.planning.row_exchange import exchange_rows
-from ringfa3.planning.sharding import Ints, Segments, partition
+from ringfa3.planning.sharding import Segments, partition
 from ringfa3.planning.tile_schedule import concat_ranges
 from ringfa3.planning.unshard import Unshard, require_agreement, select
 from ringfa3.validation import check_plain

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from benchmarks import sent_rows
 from ringfa3 import plan_context
+from ringfa3.planning.kv_exchange import plan_ring
+from ringfa3.planning.sharding import Segments
 
 
 def test_rows_by_each_rule() -> None:
@@ -19,9 +22,11 @@ def test_rows_by_each_rule() -> None:
 
 
 def test_a_row_between_two_others_and_a_rank_between_owner_and_reader() -> None:
-    """Exactly. Zigzag: the first rank needs both ends of the other's segment. Contiguous, 10 later
-    keys: rows of rank r are for rank r - 1 alone, and pass all others before."""
-    exchange = plan_context(4000, (0, 2), "zigzag", False, (10, 10)).kv_exchange
+    """Exactly. The first rank needs both ends of the other's segment. Contiguous, 10 later keys:
+    rows of rank r are for rank r - 1 alone, and pass all others before."""
+    around = Segments(*(np.array(x) for x in ([0, 1000], [1000, 1000], [0, 0], [0, 3000])))
+    middle = Segments(*(np.array([x]) for x in (0, 2000, 0, 1000)))
+    _, exchange = plan_ring([around, middle], 0, 10, 10)
     found = sent_rows.received(exchange)
     assert found["direct"].tolist() == [20, 20]
     assert found["bounding"].tolist() == [2000, 20]

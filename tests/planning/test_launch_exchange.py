@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringfa3.planning.context_plan import ContextPlan, plan_context
-from ringfa3.planning.kv_exchange import LaunchExchange
+from ringfa3.planning.kv_exchange import LaunchExchange, plan_ring
+from ringfa3.planning.sharding import Segments
 from ringfa3.planning.tile_schedule import concat_ranges, join_ranges
 from tests.planning.test_tiling import MODES, rectangles, tilings
 from tests.support.dense import mask
@@ -175,10 +176,12 @@ def test_a_window_moves_its_own_width(window: int) -> None:
 
 
 def test_two_runs_of_a_segment_leave_without_what_lies_between() -> None:
-    """Zigzag on 2 ranks: the other one attends to both ends of this rank's only segment."""
-    plan = plan_context(4000, (1, 2), "zigzag", False, (10, 10))
-    assert len(plan.shards[1]) == 1
-    assert plan.by_messages().sent[1].tolist() == [*range(10), *range(1990, 2000)]
+    """The other rank holds what is before and after this rank's only segment, and needs both of
+    its ends."""
+    around = Segments(*(np.array(x) for x in ([0, 1000], [1000, 1000], [0, 0], [0, 3000])))
+    middle = Segments(*(np.array([x]) for x in (0, 2000, 0, 1000)))
+    plan, exchange = plan_ring([around, middle], 1, 10, 10)
+    assert exchange.by_launch(plan, 1).sent[1].tolist() == [*range(10), *range(1990, 2000)]
 
 
 @given(
