@@ -7,15 +7,15 @@ messages are copies in its memory. The time is that of all kernels and copies of
 quantisation included, with queued calls. It does not include links. Calls are causal and zigzag,
 with 32 query and 8 KV heads of head dim 128, in bfloat16.
 
-Prints a line for each precision, world and number of hosts (one or several):
+Prints a line for each precision and world:
 
 * the root-mean-square error against float32, on FlashAttention-3's distribution with outliers, over
   that of one GPU;
 * the time of one GPU's call over the total time of all ranks, median of pairs and quartiles. It is
   1 if a ring of as many GPUs loses nothing except to its links.
 
-"native" is the ring in bfloat16 by messages, which is the same for any number of hosts. On a CPU
-this measures no kernel, but the PyTorch fallback.
+"native" is the ring in bfloat16 by messages. On a CPU this measures no kernel, but the PyTorch
+fallback.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from ringfa3.ring.prepare_call import PreparedCall
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PRECISIONS = ("native", "int8", "fp8")
-HOSTS = ("one", "several")
 SECONDS = 60.0  # a rank waits so long for a message
 QUEUED = 3  # calls of a timing, so that the host runs ahead of the device
 
@@ -64,8 +63,8 @@ class Received:
 class ThreadTransport:
     """A `Transport` between threads that compute on one stream."""
 
-    def __init__(self, rank: int, mail: Mail, one_host: bool) -> None:
-        self.rank, self.mail, self.one_host = rank, mail, one_host
+    def __init__(self, rank: int, mail: Mail) -> None:
+        self.rank, self.mail = rank, mail
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         for m in sends:  # a copy: the sender fills its buffer again before the receiver reads it
@@ -81,9 +80,7 @@ class ThreadTransport:
 class Ring:
     """Plans of all ranks of a causal sequence, and their tokens of q, k and v."""
 
-    def __init__(self, world: int, hosts: str, qkv: Tensors) -> None:
-        """hosts: whether the ranks are on one host or several, one of `HOSTS`."""
-        self.one_host = hosts == "one"
+    def __init__(self, world: int, qkv: Tensors) -> None:
         tokens = len(qkv[0])
         self.plans = [plan_context(tokens, (rank, world)) for rank in range(world)]
         self.local = [[plan.shard(x) for x in qkv] for plan in self.plans]
@@ -94,7 +91,7 @@ class Ring:
         outs: dict[int, torch.Tensor] = {}
 
         def work(plan: ContextPlan, qkv: Tensors) -> None:
-            transport = ThreadTransport(plan.rank, mail, self.one_host)
+            transport = ThreadTransport(plan.rank, mail)
             scale = HEAD_DIM**-0.5
             if precision == "native":
                 call = PreparedCall(plan, "forward", partial(P2PRingPass, transport))
@@ -179,7 +176,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--tokens", type=int, default=131072, help="for times")
     parser.add_argument("--error-tokens", type=int, default=8192, help="for errors")
@@ -195,20 +191,14 @@ def main() -> None:
     console = Console(highlight=False, soft_wrap=True)
     outliers, normal = inputs(asked.error_tokens, device, "outliers"), inputs(asked.tokens, device)
     exact = exact_output(outliers)
-    rows = [
-        (precision, world, hosts)
-        for precision in asked.precision
-        for world in asked.worlds
-        for hosts in (asked.hosts if precision != "native" else asked.hosts[:1])
-    ]
+    rows = [(precision, world) for precision in asked.precision for world in asked.worlds]
     progress = track(rows, "rehearsing", console=Console(stderr=True), transient=True)
-    for precision, world, hosts in progress:
-        error = error_ratio(outliers, exact, precision, Ring(world, hosts, outliers))
-        ratios = time_ratios(normal, precision, Ring(world, hosts, normal), asked.pairs)
+    for precision, world in progress:
+        error = error_ratio(outliers, exact, precision, Ring(world, outliers))
+        ratios = time_ratios(normal, precision, Ring(world, normal), asked.pairs)
         low, middle, high = statistics.quantiles(ratios, n=4)
-        where = "" if precision == "native" else f" on {hosts} host{'s' * (hosts != 'one')}"
         console.print(
-            f"{precision}, {world} ranks{where}: error {error:.4f} of one GPU's at "
+            f"{precision}, {world} ranks: error {error:.4f} of one GPU's at "
             f"{asked.error_tokens} tokens; time {middle:.3f} [{low:.3f}, {high:.3f}] "
             f"at {asked.tokens}"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ from ringfa3.kernels.launch import Tensor3, launch, packer, tma_addressable
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Uploaded, Uploads, upload
 from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.row_exchange import RowIndex
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
@@ -119,7 +121,11 @@ class LocalKVReference:
     """`LocalKV` by PyTorch's operations. It may change `own`."""
 
     def __init__(self, plan: ContextPlan, device: torch.device) -> None:
-        self._rows = plan.published_rows(device)
+        self._exchange, self._device = plan.kv_exchange, device
+
+    @cached_property
+    def _rows(self) -> RowIndex:
+        return RowIndex.of(self._exchange.published, self._device)
 
     def publish(
         self,

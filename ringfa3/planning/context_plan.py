@@ -17,7 +17,7 @@ from ringfa3.custom_op import require_no_compiler, untraced
 from ringfa3.masks.mask import Mask
 from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
 from ringfa3.planning.handles import from_handle, new_handle
-from ringfa3.planning.kv_exchange import KVExchange, RowIndex, plan_ring
+from ringfa3.planning.kv_exchange import KVExchange, LaunchExchange, plan_ring
 from ringfa3.planning.mask_shards import check_mask_tokens, one_sequence, partition_mask
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.placement.hosts import Hosts, find_hosts, warn_of_hosts
@@ -58,7 +58,7 @@ class ContextPlan(TokenShards):
 
     # Attributes that a copy in another process must not have.
     _LOCAL = (
-        "_bound", "_published", "_grids", "_variants", "_aligned", "_origin", "handle",
+        "_bound", "_launches", "_variants", "_aligned", "_origin", "handle",
         "contiguous", "exchanges",
     )  # fmt: skip
 
@@ -101,8 +101,7 @@ class ContextPlan(TokenShards):
     def _register(self) -> None:
         """Sets the attributes of `_LOCAL`."""
         self._bound: dict[GroupRef, ContextPlan] = {}
-        self._published: dict[tuple[torch.device, int], RowIndex] = {}
-        self._grids: dict[int, tuple[Plan, KVExchange]] = {}
+        self._launches: dict[tuple[int, bytes], LaunchExchange] = {}
         self._variants: dict[tuple[int, int] | Mask, ContextPlan] = {}  # windows and masks
         self._aligned: dict[int, ContextPlan] = {}
         self._origin: ContextPlan | None = None  # the plan that made this one
@@ -231,18 +230,18 @@ class ContextPlan(TokenShards):
         given = self.lengths, shards, self.rank, self._group, self.hosts, layout
         return ContextPlan(*given, self.causal, self.window_size, self.implicit)
 
-    def on_grid(self, keys: int) -> tuple[Plan, KVExchange]:
-        """`hops` and `kv_exchange` where ranks exchange whole tiles of so many keys."""
-        if keys not in self._grids:
-            self._grids[keys] = self._exchange(keys)
-        return self._grids[keys]
+    def by_messages(self, launch: Ints | None = None, keys: int = 1) -> LaunchExchange:
+        """What this rank sends and receives by messages, and the spans of its launches.
 
-    def published_rows(self, device: torch.device, keys: int = 1) -> RowIndex:
-        """The exchange's `published`, for tensors on a device; of tiles of so many keys."""
-        if (device, keys) not in self._published:
-            exchange = self.kv_exchange if keys == 1 else self.on_grid(keys)[1]
-            self._published[device, keys] = RowIndex.of(exchange.published, device)
-        return self._published[device, keys]
+        Args:
+            launch: (world,) the launch of each hop, default `KVExchange.launch_of_hop`.
+            keys: ranks exchange whole tiles of so many keys.
+        """
+        key = keys, b"" if launch is None else launch.tobytes()
+        if key not in self._launches:
+            hops, exchange = (self.hops, self.kv_exchange) if keys == 1 else self._exchange(keys)
+            self._launches[key] = exchange.by_launch(hops, self.rank, launch)
+        return self._launches[key]
 
     @cached_property
     def gathered(self) -> Plan:

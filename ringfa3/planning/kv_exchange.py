@@ -1,8 +1,8 @@
-"""Which K/V rows a ring moves at each hop, and how their dK/dV return.
+"""Which K/V rows go from their owner to each reader, and how their dK/dV return.
 
-A rank publishes the keys to which queries of other ranks attend: one *run* of keys of each of its
-segments. Its *block*, all runs in one buffer, goes around the ring one rank a hop. Runs that travel
-farthest lie first, so the rows that any hop sends are a prefix of the buffer: one message.
+A rank's *block* has the keys to which queries of other ranks attend: of each of its segments one
+run, from the first such key to the last. Over `symmetric` the rank publishes its block, and a
+reader copies one range of it. By messages each reader gets the rows that it needs, and no others.
 """
 
 from __future__ import annotations
@@ -12,49 +12,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.sharding import Segments
-from ringfa3.planning.tile_schedule import concat_ranges
+from ringfa3.planning.tile_schedule import concat_ranges, join_ranges
 from ringfa3.planning.tiling import Band, Plan, band, pair_sequences
-
-# Tokens of a rank up to which its backward splits the heads of its own keys. Measured: 2 H200 gain
-# 3% at 8k tokens and lose 5% at 16k; 2 H200 that rehearse 4 ranks gain 4% at 4k and 0 to 3% at 8k.
-MAX_SPLIT_TOKENS = 8192
-
-
-class RowIndex(NamedTuple):
-    """Rows in a given order: a slice where they are consecutive, else an int64 index."""
-
-    rows: slice | torch.Tensor
-
-    @classmethod
-    def of(cls, rows: Ints, device: torch.device) -> RowIndex:
-        """rows: (n,) row numbers; the index is for tensors on `device`."""
-        if len(rows) and (np.diff(rows) == 1).all():
-            return cls(slice(int(rows[0]), int(rows[-1]) + 1))
-        return cls(torch.from_numpy(rows).to(device))
-
-    def part(self, begin: int, end: int) -> RowIndex:
-        """Rows [begin, end) of the index."""
-        if isinstance(self.rows, slice):
-            return RowIndex(slice(self.rows.start + begin, self.rows.start + end))
-        return RowIndex(self.rows[begin:end])
-
-    def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Copies the rows from x (tokens, h, d) to out (n, h, d)."""
-        if isinstance(self.rows, slice):
-            out.copy_(x[self.rows])
-        else:
-            torch.index_select(x, 0, self.rows, out=out)
-
-    def add(self, gradients: torch.Tensor, to: torch.Tensor) -> None:
-        """Adds (n, ...) to the rows of `to` (tokens, ...)."""
-        if isinstance(self.rows, slice):
-            to[self.rows].add_(gradients)
-        else:
-            to.index_add_(0, self.rows, gradients)
 
 
 class MaxRows(NamedTuple):
@@ -81,55 +43,162 @@ class GradReturn(NamedTuple):
     repeated: tuple[tuple[int, int], ...]
 
 
+class PeerRows(NamedTuple):
+    """Rows [begin, end) that go to a peer, or come from it, for a hop of the reader."""
+
+    hop: int
+    peer: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchExchange:
+    """What a rank sends and receives by messages. Each launch attends to one hop or several.
+
+    hops      spans of the launches, each in place of a hop. Key segments are cut to what arrives
+    rows      rows of each launch's K/V
+    arriving  for each launch: rows of its K/V that come from a peer. Their dK/dV go back
+    sent      for each launch of the readers: own rows that leave, hop by hop
+    leaving   for each launch: entries of `sent` that go to a peer. Their dK/dV come back
+    """
+
+    hops: Plan
+    rows: list[int]
+    arriving: list[list[PeerRows]]
+    sent: list[Ints]
+    leaving: list[list[PeerRows]]
+
+
 @dataclass(frozen=True, eq=False)
 class KVExchange:
     """Which K/V rows ranks exchange; on a grid of keys, which tiles of the grid.
 
-    rows          (world, world + 1): at hop t >= 1 rank o+t holds the first rows[o, t] rows of rank
-                  o's block; rows[o, t] <= rows[o, t-1], and 0 at t = world. rows[o, 0]: o's tokens
-    first_active  (world,) first hop >= 1 at which a rank attends to keys of rank o, else `world`
-    visible       (world, world, 2): the queries of rank o+t, t >= 1, attend to runs of o's block
-                  within rows [begin, end) = visible[o, t]; (0, 0) for none
-    published     (rows[rank, 1],) local rows of this rank's block, in buffer order
+    tokens      (world,) rows of each rank's own keys
+    block_rows  (world,) rows of each rank's block
+    visible     (world, world, 2): the queries of rank o+t, t >= 1, attend to runs of o's block
+                within rows [begin, end) = visible[o, t]; (0, 0) for none
+    published   (block_rows[rank],) local rows of this rank's block, in buffer order
+    needs       (4, n) of each band between two ranks: owner, hop, and the owner's local rows
+                [begin, end) that the reader needs
+    key_rows    (keys,) the owner's local row of the first key of each key segment of the plan
+    grid, alignment  as in `plan_exchange`
     """
 
-    rows: Ints
-    first_active: Ints
+    tokens: Ints
+    block_rows: Ints
     visible: Ints
     published: Ints
+    needs: Ints
+    key_rows: Ints
+    grid: int
+    alignment: int
 
     @cached_property
     def consecutive(self) -> bool:
         """Whether each row of `published` follows the one before."""
         return bool((np.diff(self.published) == 1).all())
 
+    def runs(self, rank: int | None = None) -> Ints:
+        """(n, 4): owner, hop, and the owner's local rows [begin, end) that go to the reader.
+
+        Ordered by owner, hop and begin. Runs of one reader neither overlap nor touch.
+
+        rank: only what this rank sends or receives.
+        """
+        world, needs = len(self.tokens), self.needs
+        if rank is not None:
+            owner, hop = needs[:2]
+            reader = owner + hop
+            needs = needs[:, (owner == rank) | (reader == rank) | (reader == rank + world)]
+        owner, hop, begin, end = needs
+        _, pair, begin, end = join_ranges(world * owner + hop, begin, end)
+        return np.stack((*np.divmod(pair, world), begin, end), 1)
+
+    @cached_property
+    def launch_of_hop(self) -> Ints:
+        """(world,) the launch that attends to each hop by messages: hop 0 alone, then several.
+
+        On no rank has a launch more rows, sent or received, than two thirds of the largest block,
+        or what is visible at one hop. So two buffers of arriving and one of leaving rows are no
+        more than two blocks, or three hops.
+        """
+        world = len(self.tokens)
+        owner, hop, begin, end = self.needs
+        rows = np.bincount(world * owner + hop, end - begin, world * world).astype(np.int64)
+        rows = np.minimum(rows.reshape(world, world), np.diff(self.visible)[..., 0])
+        hops = np.arange(world)
+        both = np.stack((rows, rows[(hops[:, None] - hops) % world, hops]))  # (2, rank, hop)
+        most = max(2 * self.block_rows.max() // 3, rows.max())
+        launch, held = np.zeros(world, np.int64), both[..., 0]
+        for t in range(1, world):
+            held = held + both[..., t]
+            opens = t == 1 or held.max() > most
+            held = both[..., t] if opens else held
+            launch[t] = launch[t - 1] + opens
+        return launch
+
+    def by_launch(self, hops: Plan, rank: int, launch: Ints | None = None) -> LaunchExchange:
+        """What a rank sends and receives by messages.
+
+        hops: spans of the rank. launch: (world,) of each hop, ascending, 0 for hop 0 alone;
+        default `launch_of_hop`.
+        """
+        launch = self.launch_of_hop if launch is None else launch
+        world = len(launch)
+        owner, hop, begin, end = self.runs(rank).T
+        (to,) = np.nonzero(owner == rank)
+        rows, _, leaving = _peer_rows(hop[to], (rank + hop[to]) % world, (end - begin)[to], launch)
+        own = concat_ranges(begin[to], (end - begin)[to])
+        sent = np.split(own, np.cumsum(rows)[:-1])
+        (mine,) = np.nonzero((owner + hop) % world == rank)
+        mine = mine[np.argsort(hop[mine], kind="stable")]
+        size = (end - begin)[mine]
+        rows, first, arriving = _peer_rows(hop[mine], owner[mine], size, launch)
+        rows[0] = self.tokens[rank]
+
+        at = (hop << 32)[mine] + begin[mine]
+        plan = self._cut_to_runs(hops, launch, at, first - begin[mine])
+        return LaunchExchange(plan, rows.tolist(), arriving, sent, leaving)
+
+    def _cut_to_runs(self, hops: Plan, launch: Ints, runs: Ints, shift: Ints) -> Plan:
+        """The spans of launches, of key segments that are cut to what arrives.
+
+        runs: (runs,) ascending, 2^32 * hop + the owner's first local row of each run that arrives.
+        shift: (runs,) from an owner's local row to the row in the launch's K/V.
+        """
+        b, k = hops.bands, hops.keys
+        (own,) = np.nonzero(hops.key_hop == 0)  # they stay whole
+        needed = b.key, *b.columns(hops.queries, k, max(self.grid, self.alignment))
+        whole = own, np.zeros_like(own), k.length[own]
+        joined, key, cut, last = join_ranges(*map(np.concatenate, zip(needed, whole, strict=True)))
+        joined, row, hop = joined[: len(b)], k.row[key], hops.key_hop[key]
+        (far,) = np.nonzero(hop)
+        local = (self.key_rows[key] + cut // self.grid)[far]
+        run = np.searchsorted(runs, (hop << 32)[far] + local, side="right") - 1
+        row[far] = self.grid * (local + shift[run])
+        keys = Segments(row, last - cut, k.sequence[key], k.position[key] + cut)
+        lo = np.maximum(b.lo - cut[joined], 1 - hops.queries.length[b.query])
+        hi = np.minimum(b.hi - cut[joined], keys.length[joined] - 1)
+        bands = Band(b.query, joined, lo, hi)
+        return Plan(hops.queries, keys, launch[hop], bands, int(launch[-1]) + 1)
+
     def gathered_layout(self, rank: int) -> tuple[Ints, int]:
         """Where all K/V that a rank attends to lie in one buffer: (first, number of rows).
 
-        As `launch_layout`, of one launch. The rank's own tokens come first.
+        The rank's own tokens come first, then the visible rows, hop by hop: row r of the block of
+        hop t lies in row first[t] + r.
         """
-        first, rows = self.launch_layout(rank, np.zeros(len(self.rows), np.int64))
-        return first, int(rows[0])
-
-    def launch_layout(self, rank: int, launch: Ints) -> tuple[Ints, Ints]:
-        """Where the K/V of each launch lie, in a buffer of its own: (first, rows).
-
-        The visible rows of a launch's hops come one after the other. Row r of the block of hop t
-        lies in row first[t] + r of the buffer of launch[t], which has rows[launch[t]] rows.
-
-        launch: (world,) of each hop, ascending from 0.
-        """
-        hops = np.arange(len(self.rows))
+        hops = np.arange(len(self.tokens))
         begin, end = self.visible[(rank - hops) % len(hops), hops].T
-        end[0] = self.rows[rank, 0]
+        end[0] = self.tokens[rank]
         last = np.cumsum(end - begin)
-        rows = np.bincount(launch, end - begin).astype(np.int64)
-        return last - end - (np.cumsum(rows) - rows)[launch], rows
+        return last - end, int(last[-1])
 
     def grad_returns(self, rank: int) -> list[GradReturn]:
         """How the dK/dV of a rank's block return, in the order of the hops."""
         active = self.visible[..., 1] > 0  # (owner, hop)
-        world = len(self.rows)
+        world = len(self.tokens)
         returns: list[GradReturn] = []
         received: list[tuple[int, int]] = []  # runs of rows so far: disjoint, in order
         for hop in np.flatnonzero(active[rank]).tolist():
@@ -147,11 +216,11 @@ class KVExchange:
 
     @cached_property
     def max_rows(self) -> MaxRows:
-        ranks = range(len(self.rows))
+        ranks = range(len(self.tokens))
         repeated = [run for rank in ranks for x in self.grad_returns(rank) for run in x.repeated]
         return MaxRows(
-            local=int(self.rows[:, 0].max()),
-            published=int(self.rows[:, 1].max()),
+            local=int(self.tokens.max()),
+            published=int(self.block_rows.max()),
             gathered=max(self.gathered_layout(rank)[1] for rank in ranks),
             returned=max((end for _, end in repeated), default=0),
         )
@@ -167,14 +236,24 @@ def _join_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def first_heads(kv_heads: int, tokens: int) -> int:
-    """Number of KV heads of a rank's own keys that a backward computes first; the others last.
+def _peer_rows(
+    hop: Ints, peer: Ints, size: Ints, launch: Ints
+) -> tuple[Ints, Ints, list[list[PeerRows]]]:
+    """Runs one after the other in a buffer for each launch, and those of each hop together.
 
-    The first heads run during the first K/V transfers, the others during the last transfers of
-    float32 dK/dV, which have twice as many bytes. 0 for long shards: there the tail of a second
-    kernel takes longer than what it hides.
+    hop, peer, size: (runs,) by ascending hop. launch: (world,) of each hop.
+
+    Returns:
+        Rows of each launch; the first row of each run; for each launch its hops.
     """
-    return -(-kv_heads // 3) if kv_heads > 1 and tokens <= MAX_SPLIT_TOKENS else 0
+    rows = np.bincount(launch[hop], size, launch[-1] + 1).astype(np.int64)
+    first = np.cumsum(size) - size - (np.cumsum(rows) - rows)[launch[hop]]
+    parts: list[list[PeerRows]] = [[] for _ in rows]
+    for t, at in zip(*np.unique(hop, return_index=True), strict=True):
+        begin = int(first[at])
+        end = begin + int(size[hop == t].sum())
+        parts[launch[t]].append(PeerRows(int(t), int(peer[at]), begin, end))
+    return rows, first, parts
 
 
 class PlacedSegments(NamedTuple):
@@ -237,24 +316,19 @@ def plan_exchange(
     hop, query, key = hop[far], bands.query[far], bands.key[far]
     hop += world * (hop < 0)
     count = len(everything)
-    first = everything.length.copy()  # other ranks attend to columns [first, end)
-    end = np.zeros(count, np.int64)
+    begin, end = bands.take(far).columns(queries.segments, everything, max(grid, alignment))
+    first = everything.length.copy()  # other ranks attend to columns [first, last)
+    last = np.zeros(count, np.int64)
     reach = np.zeros(count, np.int64)  # the last hop at which a rank attends to them
-    np.minimum.at(first, key, np.maximum(bands.lo[far], 0))
-    last = np.minimum(everything.length[key], queries.segments.length[query] + bands.hi[far])
-    np.maximum.at(end, key, last)
+    np.minimum.at(first, key, begin)
+    np.maximum.at(last, key, end)
     np.maximum.at(reach, key, hop)
     first[reach == 0] = 0
-    first -= first % max(grid, alignment)
-    size = -(-(end - first) // grid)
-    first_active = np.full(world, world, np.int64)
-    np.minimum.at(first_active, owner[key], hop)
+    size = -(-(last - first) // grid)
 
     own_size = -(-everything.length // grid)
-    rows = np.zeros((world, world + 1), np.int64)
-    np.add.at(rows, (owner, reach), size)
-    rows = np.cumsum(rows[:, ::-1], axis=1)[:, ::-1]
-    rows[:, 0] = np.bincount(owner, own_size, world)
+    tokens = np.bincount(owner, own_size, world).astype(np.int64)
+    block_rows = np.bincount(owner, size, world).astype(np.int64)
 
     # runs in buffer order, and their first rows there
     (run,) = np.nonzero(reach)
@@ -264,14 +338,16 @@ def plan_exchange(
     by_row = np.lexsort((everything.row, owner))
     own_row = np.zeros(count, np.int64)
     own_row[by_row] = _first_rows(own_size[by_row], owner[by_row])
-    begins, ends = np.repeat(rows[:, 1], world), np.zeros(world * world, np.int64)
-    at = world * owner[key] + hop
-    np.minimum.at(begins, at, buffer_row[key])
-    np.maximum.at(ends, at, (buffer_row + size)[key])
+    pair = world * owner[key] + hop
+    begins, ends = np.repeat(block_rows, world), np.zeros(world * world, np.int64)
+    np.minimum.at(begins, pair, buffer_row[key])
+    np.maximum.at(ends, pair, (buffer_row + size)[key])
     begins[ends == 0] = 0
     visible = np.stack((begins, ends), 1).reshape(world, world, 2)
     mine = run[owner[run] == rank]
     published = concat_ranges(own_row[mine] + first[mine] // grid, size[mine])
+    needed = own_row[key] + begin // grid, own_row[key] - (-end // grid)
+    needs = np.stack((owner[key], hop, *needed))
 
     # this rank's key segments: its own, then hop by hop the runs within the visible rows
     arrives = (rank - owner) % world
@@ -282,11 +358,12 @@ def plan_exchange(
     remote = remote[np.lexsort((buffer_row[remote], arrives[remote]))]
     own_keys = Segments(
         grid * np.concatenate((own_row[local], buffer_row[remote])),
-        np.concatenate((everything.length[local], (end - first)[remote])),
+        np.concatenate((everything.length[local], (last - first)[remote])),
         np.concatenate((everything.sequence[local], everything.sequence[remote])),
         np.concatenate((everything.position[local], (everything.position + first)[remote])),
     )
     key_hop = np.concatenate((np.zeros_like(local), arrives[remote]))
+    key_rows = np.concatenate((own_row[local], (own_row + first // grid)[remote]))
     key_index = np.zeros(count, np.int64)
     key_index[local] = np.arange(len(local))
     key_index[remote] = len(local) + np.arange(len(remote))
@@ -301,7 +378,8 @@ def plan_exchange(
     lo = np.maximum(bands.lo[kept] - shift, 1 - own_queries.length[query])
     hi = np.minimum(bands.hi[kept] - shift, own_keys.length[key] - 1)
     plan = Plan(own_queries, own_keys, key_hop, Band(query, key, lo, hi), world)
-    return plan, KVExchange(rows, first_active, visible, published)
+    exchange = tokens, block_rows, visible, published, needs, key_rows, grid, alignment
+    return plan, KVExchange(*exchange)
 
 
 def _first_rows(sizes: Ints, owner: Ints) -> Ints:

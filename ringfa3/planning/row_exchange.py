@@ -36,6 +36,66 @@ def set_move(move: Move) -> None:
     _move = move
 
 
+class RowIndex(NamedTuple):
+    """Rows in a given order: a slice where they are consecutive, else an int64 index."""
+
+    rows: slice | torch.Tensor
+
+    @property
+    def consecutive(self) -> bool:
+        return isinstance(self.rows, slice)
+
+    @classmethod
+    def of(cls, rows: Ints, device: torch.device) -> RowIndex:
+        """rows: (n,) row numbers; the index is for tensors on `device`."""
+        return cls.of_each([rows], device)[0]
+
+    @classmethod
+    def of_each(cls, lists: list[Ints], device: torch.device) -> list[RowIndex]:
+        """As `of`, of several lists in one upload, which does not block the host."""
+        found = [
+            cls(slice(int(rows[0]), int(rows[-1]) + 1))
+            if len(rows) and (np.diff(rows) == 1).all()
+            else None
+            for rows in lists
+        ]
+        given = [rows for rows, index in zip(lists, found, strict=True) if index is None]
+        source = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *given]))
+        if device.type == "cuda" and len(
+            source
+        ):  # PyTorch reuses pinned memory only after the copy that reads it
+            source = source.pin_memory()
+        uploaded = source.to(device, non_blocking=True)
+        parts = iter(torch.split(uploaded, [len(rows) for rows in given]))
+        return [cls(next(parts)) if index is None else index for index in found]
+
+    def part(self, begin: int, end: int) -> RowIndex:
+        """Rows [begin, end) of the index."""
+        if isinstance(self.rows, slice):
+            return RowIndex(slice(self.rows.start + begin, self.rows.start + end))
+        return RowIndex(self.rows[begin:end])
+
+    def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Copies the rows from x (tokens, ...) to out (n, ...)."""
+        if isinstance(self.rows, slice):
+            out.copy_(x[self.rows])
+        else:
+            torch.index_select(x, 0, self.rows, out=out)
+
+    def read(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """The rows of x (tokens, ...): a view where they are consecutive, else in `scratch`."""
+        if isinstance(self.rows, slice):
+            return x[self.rows]
+        return torch.index_select(x, 0, self.rows, out=scratch[: len(self.rows)])
+
+    def add(self, gradients: torch.Tensor, to: torch.Tensor) -> None:
+        """Adds (n, ...) to the rows of `to` (tokens, ...)."""
+        if isinstance(self.rows, slice):
+            to[self.rows].add_(gradients)
+        else:
+            to.index_add_(0, self.rows, gradients)
+
+
 class RowExchange(NamedTuple):
     """What one rank sends and receives.
 

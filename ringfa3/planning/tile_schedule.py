@@ -130,3 +130,25 @@ def concat_ranges(begin: Ints, count: Ints) -> Ints:
     """The ranges [begin[i], begin[i] + count[i]), concatenated."""
     offset = np.repeat(begin - (np.cumsum(count) - count), count)
     return offset + np.arange(len(offset))
+
+
+def join_ranges(group: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Ranges [begin, end) of each group, joined where they touch or overlap.
+
+    Args: (n,) each, at least 0 and below 2^31.
+
+    Returns:
+        (n,) the number of the joined range that holds each one; group, begin and end of the joined
+        ranges, ordered by group and begin.
+    """
+    order = np.lexsort((begin, group))
+    base = group[order] << 32
+    reached = np.maximum.accumulate(base + end[order])
+    starts = np.ones(len(order), bool)
+    starts[1:] = base[1:] + begin[order][1:] > reached[:-1]
+    joined = np.empty_like(order)
+    joined[order] = np.cumsum(starts) - 1
+    first = order[starts]
+    last = np.zeros(len(first), np.int64)
+    np.maximum.at(last, joined, end)
+    return joined, group[first], begin[first], last

@@ -53,6 +53,15 @@ class Band:
     def take(self, order: Ints) -> Band:
         return Band(self.query[order], self.key[order], self.lo[order], self.hi[order])
 
+    def columns(self, queries: Segments, keys: Segments, alignment: int) -> tuple[Ints, Ints]:
+        """(begin, end) of the columns to which queries attend, within each pair's key segment.
+
+        alignment: begin is rounded down to a multiple.
+        """
+        begin = np.maximum(self.lo, 0)
+        end = np.minimum(keys.length[self.key], queries.length[self.query] + self.hi)
+        return begin - begin % alignment, end
+
 
 def pair_sequences(q: Segments, k: Segments) -> tuple[Ints, Ints]:
     """All (query segment, key segment) of the same sequence; `k.sequence` must be sorted."""
@@ -115,31 +124,15 @@ class Plan:
         self._tilings: dict[tuple[int, ...], list[Tiling]] = {}
         self._single: dict[int, bool] = {}
         self._scores: dict[tuple[int, int], int] = {}
-        self._multi_hop: dict[bytes, Plan] = {}
 
     def gathered(self, first_row: Ints) -> Plan:
         """One forward launch for all hops: K/V of hop t start at row first_row[t] of one buffer.
 
         Spans of hop t wait for arrival flag t; a tile visits them in the order of the hops.
         """
-        return self._merge_hops(np.zeros(self.num_hops, np.int64), first_row, self.key_hop)
-
-    def multi_hop(self, launch: Ints, first_row: Ints) -> Plan:
-        """Multi-hop launches of the forward: launch[t] attends to hop t, without arrival flags.
-
-        launch: ascending from 0. K/V of hop t start at row first_row[t] of the launch's buffer.
-        The same object for the same arguments.
-        """
-        key = launch.tobytes() + first_row.tobytes()
-        if key not in self._multi_hop:
-            self._multi_hop[key] = self._merge_hops(launch, first_row, None)
-        return self._multi_hop[key]
-
-    def _merge_hops(self, launch: Ints, first_row: Ints, arrival: Ints | None) -> Plan:
         k, hop = self.keys, self.key_hop
         keys = Segments(k.row + first_row[hop], k.length, k.sequence, k.position)
-        num_hops = int(launch[-1]) + 1
-        return Plan(self.queries, keys, launch[hop], self.bands, num_hops, arrival)
+        return Plan(self.queries, keys, np.zeros_like(hop), self.bands, 1, hop)
 
     def padded_rows(self, tile_m: int) -> Ints:
         """(segments + 1,) padded row at which each query segment starts; the last is their total.

@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import torch
 
-from ringfa3.planning.kv_exchange import RowIndex
+from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.planning.sharding import Segments
 from ringfa3.planning.tile_schedule import concat_ranges
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ringfa3.planning.kv_exchange import RowIndex
-
 CONTIGUOUS = torch.contiguous_format
 
 
@@ -31,9 +29,9 @@ class TileRecords:
         parts = (self.k, self.v, self.k_scale)
         return [math.prod(x.shape[1:]) * x.itemsize // 4 for x in parts]
 
-    def pack(self, tiles: RowIndex, records: torch.Tensor) -> None:
-        """Writes tiles by number to records (n, words) int32."""
-        parts = (x[tiles.rows] for x in (self.k, self.v, self.k_scale))
+    def pack(self, records: torch.Tensor) -> None:
+        """Writes the tiles to records (tiles, words) int32."""
+        parts = (self.k, self.v, self.k_scale)
         torch.cat([x.flatten(1).view(torch.int32) for x in parts], 1, out=records)
 
     def unpack(self, records: torch.Tensor) -> TileRecords:

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from ringfa3.errors import first_line
 from ringfa3.ring.p2p import P2P_TRANSPORTS, Peers, Transport
-from ringfa3.ring.process_group import new_group, on_one_host
+from ringfa3.ring.process_group import connect_ranks, new_group
 from ringfa3.symmetric.backend import Group, SymmetricBackend
 from ringfa3.symmetric.ipc_memory import IpcMemory
 from ringfa3.symmetric.self_test import open_backend
@@ -55,8 +55,8 @@ class Connections:
             try:
                 own = f"{self._name}/ringfa3/{name}/{self._transport_generation}"
                 p2p = new_group(group.ranks, group.rank, name, group.store, own, group.timeout)
-                one_host = on_one_host(p2p, device)
-                self._transports[name] = P2P_TRANSPORTS[name](group, p2p, one_host)
+                connect_ranks(p2p, device)
+                self._transports[name] = P2P_TRANSPORTS[name](group, p2p)
             except RuntimeError as problem:
                 hint = "; NCCL_DEBUG=INFO shows the reason" if name == "nccl" else ""
                 text = f"connecting the ring over {name} failed: {first_line(problem)}{hint}"

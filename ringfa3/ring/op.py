@@ -3,10 +3,8 @@
 At hop t rank r attends to the K/V of rank r-t and merges the result into its running (O, LSE) by
 online softmax (Ring Attention; FlashAttention's merge, across hops). Two K/V buffers serve any
 world size. Over peers' memory one kernel may do all hops, on K/V that arrive while it runs
-(`symmetric.forward_mode`). In the backward dQ stays. The float32 dK/dV of a block return to the
-block's owner while the next kernels run: over peers' memory each contribution at once
-(`symmetric.schedule`), by messages in the partial that goes from neighbour to neighbour
-(`p2p_pass`).
+(`symmetric.forward_mode`); by messages a launch may do several (`p2p_pass`). In the backward dQ
+stays. The float32 dK/dV of a hop return to the owner of the keys while the next kernels run.
 """
 
 from __future__ import annotations
@@ -210,7 +208,7 @@ def _forward_hops(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of all hops. The sink counts at each row's last hop."""
     kernel = select_forward(q, call.plan.hops)  # which `prepare_call` has built
-    hops = call.hops
+    hops = ring_pass.hops
     tilings = hops.forward(kernel.tile_m)
     out = q.new_empty(out_shape(q, v))
     once = hops.single_hop(kernel.tile_m)
@@ -328,7 +326,7 @@ def _backward_hops(
     dout, dlse, q, k, v, out, lse, sink = inputs
     kernel = select_backward(q, call.precision)
     ring_pass.start(k, _padded_v(v, k, call.plan.world))
-    hops = call.hops
+    hops = ring_pass.hops
     tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
     heads_of_calls = k.shape[1], ring_pass.first_heads
     backward = kernel.make_pass(

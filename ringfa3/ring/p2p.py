@@ -53,12 +53,7 @@ class Exchange(Protocol):
 
 
 class Transport(Protocol):
-    """Moves messages between the ranks of a CP group.
-
-    one_host  whether all ranks are on one host
-    """
-
-    one_host: bool
+    """Moves messages between the ranks of a CP group."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange: ...
 
@@ -115,8 +110,8 @@ class Peers(Protocol):
 class GlooTransport:
     """Host memory. A thread waits for the messages; meanwhile the caller polls the store."""
 
-    def __init__(self, group: Peers, p2p: dist.ProcessGroup, one_host: bool) -> None:
-        self.group, self.p2p, self.one_host = group, p2p, one_host
+    def __init__(self, group: Peers, p2p: dist.ProcessGroup) -> None:
+        self.group, self.p2p = group, p2p
         self.waiting: queue.SimpleQueue[_GlooExchange | None] = queue.SimpleQueue()
         self.under_way: set[_GlooExchange] = set()  # keeps their tensors alive
         self._thread = threading.Thread(target=self._serve, daemon=True, name="ringfa3-gloo")
@@ -198,8 +193,8 @@ class NcclTransport:
     kernels. NCCL's own watchdog would end the process, so its timeout here is a longer one.
     """
 
-    def __init__(self, group: Peers, p2p: dist.ProcessGroup, one_host: bool) -> None:
-        self.group, self.p2p, self.one_host = group, p2p, one_host
+    def __init__(self, group: Peers, p2p: dist.ProcessGroup) -> None:
+        self.group, self.p2p = group, p2p
         self.posted: queue.SimpleQueue[tuple[float, list[dist.Work], str] | None]
         self.posted = queue.SimpleQueue()
         self._calls: deque[int] = deque()  # of the exchanges that are under way
@@ -303,8 +298,6 @@ class FakeTransport:
     """Stands in for messages in a group of backend `fake`: ones arrive at once, as K may be divided
     by them. Kernels run and buffers are allocated as in a real call; results are finite, and
     void."""
-
-    one_host = False
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         del sends

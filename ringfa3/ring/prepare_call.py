@@ -21,7 +21,6 @@ from ringfa3.errors import RingError
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.pass_interface import LocalPass, RingPass
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.tiling import Plan
 from ringfa3.planning.unshard import set_agreement
 from ringfa3.quantisation.dequantised import backward_keys
 from ringfa3.ring.connect import connection
@@ -114,11 +113,6 @@ class PreparedCall(NamedTuple):
     make_pass: Callable[[ContextPlan, str], RingPass]
     messages: Transport | None = None
     precision: str = "native"
-
-    @property
-    def hops(self) -> Plan:
-        """The spans that its kernels compute."""
-        return self.plan.gathered if self.pass_type == "gathered" else self.plan.hops
 
     def ring_pass(self) -> RingPass:
         made = self.make_pass(self.plan, self.pass_type)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -13,7 +12,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
-from ringfa3.numa import host_name
 from ringfa3.ring.entries import listed
 
 POLL_S = 0.005
@@ -67,14 +65,9 @@ def end_group(group: dist.ProcessGroup, lost: bool) -> None:
         group.shutdown()
 
 
-def on_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks of a new group are on one host. All ranks call it, which connects them, by
-    tensors on `device`."""
-    host = zlib.crc32(host_name().encode())
-    extremes = torch.tensor([host, -host], dtype=torch.int64, device=device)
-    group.allreduce([extremes], dist.ReduceOp.MAX).wait()
-    highest, negated_lowest = extremes.tolist()
-    return bool(highest == -negated_lowest)
+def connect_ranks(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connects all ranks of a new group by a sum of tensors on `device`. All ranks call it."""
+    group.allreduce([torch.zeros(1, device=device)]).wait()
 
 
 class AbsentError(TimeoutError):

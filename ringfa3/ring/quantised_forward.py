@@ -4,9 +4,9 @@ Means and the scale of V are those of all ranks' K/V, so that the partial output
 have one scale. Ranks exchange whole tiles of KEY_TILE keys, each with its scales: a byte for each
 number of K and, in "fp8", of V.
 
-Between hosts blocks go around the ring, one hop a launch. On one host every rank sends its block to
-the ranks that attend to it, and a multi-hop launch attends to the blocks of several hops. Each
-launch after the first reads and writes partial outputs in float32, four bytes for each number of O.
+Tiles go from their owner to the ranks that attend to them, and a multi-hop launch attends to those
+of several hops. Each launch after the first reads and writes partial outputs in float32, four bytes
+for each number of O.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from ringfa3.kernels.dispatch import QuantisedForward, select_quantised
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.masks.spans import attended
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
 from ringfa3.ring.p2p import Message, Transport
-from ringfa3.ring.p2p_pass import KV, STATISTICS, Blocks, Messages
+from ringfa3.ring.p2p_pass import STATISTICS, ArrivingKV, start_exchange
 
 # A launch attends to one hop for each so many query rows of a rank, times query heads per KV head:
 # the messages of that many hops take less time than hop 0 of a causal document, even at 50 GB/s.
@@ -68,26 +67,20 @@ def run_quantised_forward(
     assert transport is not None
     centres = gather_centres(kernel, k, v, plan, transport)
     records = kernel.quantise_kv(k, v, local_tiles(plan), centres)
-    hops, exchange = plan.on_grid(KEY_TILE)
-    row = k.new_empty((sum(records.words),), dtype=torch.int32)
-    blocks: Blocks | DirectBlocks
-    if transport.one_host:
-        launch = launches(plan, q.shape[1] // k.shape[1])
-        first_tile, _ = exchange.launch_layout(plan.rank, launch)
-        hops = hops.multi_hop(launch, KEY_TILE * first_tile)
-        blocks = DirectBlocks(exchange, plan.rank, launch, row)
-    else:
-        blocks = Blocks(exchange, plan.rank, "forward", row)
-    records.pack(plan.published_rows(k.device, KEY_TILE), blocks.published)
+    exchange = plan.by_messages(launches(plan, q.shape[1] // k.shape[1]), KEY_TILE)
+    hops = exchange.hops
+    local = k.new_empty((len(records.k), sum(records.words)), dtype=torch.int32)
+    records.pack(local)
+    # A launch unpacks its K/V before the next ones arrive, so one buffer is enough.
+    arriving = ArrivingKV(exchange, [local], "forward", num_buffers=1)
     queries = kernel.quantise_q(q, centres)
     single = hops.single_hop(kernel.tile_m)
     partial_out = out[:0] if single else kernel.new_partial_out(q, hops)
     for number, tiling in enumerate(hops.forward(kernel.tile_m)):
         if number > 0:
-            records = records.unpack(blocks.received(number))
+            records = records.unpack(*arriving.received(number))
         keys = kernel.keys(records, centres)
-        sends, receives = ([m for m in part if len(m.tensor)] for part in blocks.messages(number))
-        moving = transport.exchange(sends, receives) if sends or receives else None
+        moving = start_exchange(transport, arriving.messages(number + 1))
         kernel.attend(queries, keys, tiling, scale, out, partial_out, lse)
         if moving is not None:
             moving.wait()
@@ -150,39 +143,6 @@ def launches(plan: ContextPlan, group_size: int) -> Ints:
     remote = plan.world - 1
     count = -(-remote // most)
     return np.concatenate(([0], 1 + np.arange(remote) * count // remote))
-
-
-class DirectBlocks:
-    """The blocks that ranks send to those that attend to them; as `Blocks`, with launches for hops.
-
-    Messages fill the buffer for the next launch while a launch runs, so a launch unpacks it first.
-
-    published  the rows of this rank's own block, in buffer order, to be filled before launch 0
-    """
-
-    def __init__(self, exchange: KVExchange, rank: int, launch: Ints, row: torch.Tensor) -> None:
-        """launch: as `KVExchange.launch_layout`. row: of the exchange's rows."""
-        self._visible, self._rank, self._launch = exchange.visible, rank, launch
-        self._first, self._rows = exchange.launch_layout(rank, launch)
-        self._buffer = row.new_empty((int(self._rows[1:].max()), *row.shape))
-        self.published = row.new_empty((int(exchange.rows[rank, 1]), *row.shape))
-
-    def received(self, launch: int) -> torch.Tensor:
-        """The rows of a launch's blocks, launch >= 1."""
-        return self._buffer[: self._rows[launch]]
-
-    def messages(self, launch: int) -> Messages:
-        """Messages that bring the blocks of the next launch while a launch runs."""
-        rank, world = self._rank, len(self._launch)
-        sends, receives = [], []
-        for hop in np.flatnonzero(self._launch == launch + 1).tolist():
-            peer, owner = (rank + hop) % world, (rank - hop) % world
-            what = f"forward hop {hop}: K/V"
-            begin, end = self._visible[rank, hop].tolist()
-            sends.append(Message(self.published[begin:end], peer, what, KV))
-            begin, end = (self._visible[owner, hop] + self._first[hop]).tolist()
-            receives.append(Message(self._buffer[begin:end], owner, what, KV))
-        return sends, receives
 
 
 def gather_statistics(

@@ -176,6 +176,11 @@ class SymmetricRingPass:
         self._backend, self._plan, self._pass_type = backend, plan, pass_type
         self._parity: int | None = None  # before the call begins
 
+    @property
+    def hops(self) -> Plan:
+        """As `RingPass.hops`."""
+        return self._plan.gathered if self._pass_type == "gathered" else self._plan.hops
+
     def _begin(self, k: torch.Tensor) -> int:
         """Begins the call and returns its parity."""
         backend, plan = self._backend, self._plan
@@ -349,9 +354,8 @@ def _prepare_steps(
             both = rows(work.own, plan.kv_exchange.gathered_layout(plan.rank)[1]).unbind(1)
             return *both, *((backend.arrivals,) if waits_in_kernel else ())
         if isinstance(work, AttendHop):
-            count = int(plan.kv_exchange.rows[(plan.rank - work.hop) % plan.world, work.hop])
             slices = [x for x in (work.kv, work.dkv) if x is not None]
-            return tuple(x for part in slices for x in rows(part, count).unbind(1))
+            return tuple(x for part in slices for x in rows(part, part.end).unbind(1))
         if isinstance(work, AddToSum):
             return (returns(work.slices),)
         return (returns(work.slices[1:]) if work.slices else None,)

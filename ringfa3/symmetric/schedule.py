@@ -71,7 +71,7 @@ def forward(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
 def gathered(exchange: KVExchange, rank: int, parity: int) -> list[Operation]:
     """The forward with one kernel for all hops. Its signals are those of `forward`."""
     call = _Builder(exchange, rank, parity, "forward")
-    own = BufferSlice(rank, Buffer.KV_GATHERED, 0, 0, int(exchange.rows[rank, 0]))
+    own = BufferSlice(rank, Buffer.KV_GATHERED, 0, 0, int(exchange.tokens[rank]))
     call.publish(own if call.active_hops else None)
     blocks = call.gather()
     if blocks:
@@ -121,7 +121,7 @@ class _Builder:
 
     def __init__(self, exchange: KVExchange, rank: int, parity: int, direction: str) -> None:
         self.exchange, self.rank, self.parity = exchange, rank, parity
-        self.world, self.direction = len(exchange.rows), direction
+        self.world, self.direction = len(exchange.tokens), direction
         self.active_hops = [
             t for t in range(1, self.world) if exchange.visible[self.owner(t), t].any()
         ]
@@ -158,7 +158,7 @@ class _Builder:
         all earlier kernels and resets of arrival flags.
         """
         published = Event("published", 0)
-        rows = int(self.exchange.rows[self.rank, 1])
+        rows = int(self.exchange.block_rows[self.rank])
         target = BufferSlice(self.rank, Buffer.KV_SHARED, self.parity, 0, rows)
         self.add(
             Publish(target, gathered),
@@ -316,7 +316,7 @@ class _Builder:
         self.wait_for_earlier_readers()
         slices: tuple[BufferSlice, ...] = ()
         if self.returns:
-            rows = int(self.exchange.rows[self.rank, 1])
+            rows = int(self.exchange.block_rows[self.rank])
             total = BufferSlice(self.rank, Buffer.DKV_SUM, 0, 0, rows)
             slices = total, *self._dkv_recv(self._to_add)
         self.add(RoundGradients(slices))

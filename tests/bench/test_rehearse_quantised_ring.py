@@ -15,7 +15,7 @@ from tests.support import dense
 TOKENS = 300
 
 
-def test_a_run_prints_a_line_for_each_precision_world_and_placement(
+def test_a_run_prints_a_line_for_each_precision_and_world(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its errors are near those of one device."""
@@ -23,16 +23,14 @@ def test_a_run_prints_a_line_for_each_precision_world_and_placement(
     monkeypatch.setattr("sys.argv", ["rehearse", *given, "--precision", "native", "fp8"])
     rehearsal.main()
     lines = capsys.readouterr().out.splitlines()
-    line = r"(\w+), (\d) ranks(?: on (\w+) hosts?)?: error ([\d.]+) .* time ([\d.]+) \["
+    line = r"(\w+), (\d) ranks: error ([\d.]+) .* time ([\d.]+) \["
     found = [re.match(line, x) for x in lines]
-    assert [m and m.group(1, 2, 3) for m in found] == [
-        *(("native", world, None) for world in "23"),
-        *(("fp8", world, hosts) for world in "23" for hosts in ("one", "several")),
-    ]
+    expected = [(precision, world) for precision in ("native", "fp8") for world in "23"]
+    assert [m and m.group(1, 2) for m in found] == expected
     for m in found:
         assert m is not None
-        assert float(m[4]) == pytest.approx(1, abs=0.1)
-        assert float(m[5]) > 0
+        assert float(m[3]) == pytest.approx(1, abs=0.1)
+        assert float(m[4]) > 0
 
 
 def test_the_reference_and_the_order_of_tokens() -> None:
@@ -43,12 +41,12 @@ def test_the_reference_and_the_order_of_tokens() -> None:
     got = rehearsal.exact_output(qkv)
     assert len(got) == TOKENS
     assert (got - exact).abs().max() <= 1e-5 * exact.abs().max()
-    ring = rehearsal.Ring(3, "one", qkv)
+    ring = rehearsal.Ring(3, qkv)
     assert torch.equal(ring.gathered([local[0] for local in ring.local]), qkv[0].float())
 
 
 def test_a_rank_that_fails_ends_the_run() -> None:
-    ring = rehearsal.Ring(2, "one", rehearsal.inputs(64, torch.device("cpu")))
+    ring = rehearsal.Ring(2, rehearsal.inputs(64, torch.device("cpu")))
     with (
         mock.patch.object(
             quantised_forward, "run_quantised_forward", side_effect=OSError("no room")

@@ -20,12 +20,12 @@ def plans_of(mask: Mask, world: int, layout: str) -> list[ContextPlan]:
 
 
 def keys_at(plans: list[ContextPlan], rank: int, hop: int) -> np.ndarray:
-    """The global key of each K/V row that `rank` holds at `hop`."""
+    """The global key of each K/V row of a block, up to the last that `rank` sees at `hop`."""
     owner = plans[(rank - hop) % len(plans)]
     keys = owner._key_index
     if hop == 0:
         return keys
-    return keys[owner.kv_exchange.published][: owner.kv_exchange.rows[owner.rank, hop]]
+    return keys[owner.kv_exchange.published][: owner.kv_exchange.visible[owner.rank, hop, 1]]
 
 
 def coverage(plans: list[ContextPlan], mode: str, m: int, n: int) -> np.ndarray:
@@ -120,6 +120,6 @@ def test_runs_of_keys_that_begin_inside_a_segment(layout: str) -> None:
     """A window of 20 keys over three ranks: every pair once."""
     mask = Mask.documents(300, window_size=(20, 0))
     plans = plans_of(mask, 3, layout)
-    assert max(plan.kv_exchange.rows[0, 1] for plan in plans) < 100
+    assert max(plan.kv_exchange.block_rows[0] for plan in plans) < 100
     for mode in MODES:
         np.testing.assert_array_equal(coverage(plans, mode, 16, 64), mask.dense())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringfa3.planning.kv_exchange import RowIndex
+from ringfa3.planning.row_exchange import RowIndex
 
 CPU = torch.device("cpu")
 ROWS = [[], [3], [0, 1, 2, 3, 4], [2, 3, 4], [0, 2], [4, 3], [0, 1, 3]]

@@ -80,7 +80,7 @@ def transport(job: Job) -> Iterator[NcclTransport]:
     limit = timedelta(seconds=TIMEOUT_S)
     group: Any = SimpleNamespace(rank=0, ranks=[0, 1], timeout=limit, failure=None, call=1)
     group.peer_failure, group.lose = lambda: job.failure, lambda m: job.order.append(("lost", m))
-    made = NcclTransport(group, p2p=cast(Any, job), one_host=True)
+    made = NcclTransport(group, p2p=cast(Any, job))
     yield made
     made.close(lost=False)
     assert not made._thread.is_alive()

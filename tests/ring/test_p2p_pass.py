@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringfa3 import plan_context, ring_attn_func
-from ringfa3.ring.p2p import GlooTransport, Message
-from ringfa3.ring.p2p_pass import KV, PARTIAL, RETURN
-from tests.support.dense import cumulative, tensors
+from benchmarks.sent_rows import mix
+from ringfa3 import ContextPlan, plan_context, ring_attn_func
+from ringfa3.ring.p2p import FakeTransport, GlooTransport, Message
+from ringfa3.ring.p2p_pass import KV, RETURN, P2PRingPass
+from tests.support.dense import band, cumulative, mask, tensors
 from tests.support.ranks import Ranks
 
 Group = dist.ProcessGroup
@@ -53,24 +54,16 @@ def _bytes(group: Group, lengths: list[int], layout: str, window: tuple[int, int
     with Sent() as backward:
         out.backward(plan.shard(dout))
     moved = [forward.bytes, forward.received, backward.bytes, backward.received]
-    return [dict(m) for m in moved], plan.kv_exchange.rows, plan.kv_exchange.first_active
+    return [dict(m) for m in moved]
 
 
-def sent_by(rank: int, rows: np.ndarray, first: np.ndarray) -> list[Counter[tuple[int, int]]]:
-    """[forward, backward] bytes of a rank: rows[o, t + 1] rows of owner o's block go on at hop t.
+def sent_by(rank: int, rows: np.ndarray) -> list[Counter[tuple[int, int]]]:
+    """[forward, backward] bytes of a rank: rows[o, r] rows of rank o are needed on rank r.
     bf16 K/V: 2 x 2 heads x 4 x 2 bytes a row; float32 dK/dV: twice that."""
-    world = len(rows)
-    kv: Counter[tuple[int, int]] = Counter()
-    partial: Counter[tuple[int, int]] = Counter()
-    for hop in range(world):
-        owner = (rank - hop) % world
-        on = int(rows[owner, hop + 1])
-        kv[KV, (rank + 1) % world] += 32 * on
-        if hop >= 1:
-            carried = on if hop >= first[owner] else 0
-            partial[PARTIAL, (rank + 1) % world] += 64 * carried
-            partial[RETURN, owner] += 64 * int(rows[owner, hop] - on)
-    return [+kv, +(kv + partial)]
+    others = [peer for peer in range(len(rows)) if peer != rank]
+    kv = Counter({(KV, peer): 32 * int(rows[rank, peer]) for peer in others})
+    back = Counter({(RETURN, peer): 64 * int(rows[peer, rank]) for peer in others})
+    return [+kv, +(kv + back)]
 
 
 CASES = [
@@ -86,46 +79,31 @@ CASES = [
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_bytes_sent_are_those_of_the_plan(
+def test_bytes_sent_are_those_that_readers_need(
     ranks: Ranks, world: int, case: tuple[list[int], str, tuple[int, int]]
 ) -> None:
-    """Exactly, by tag and peer, forward and backward, returned rows included; every message sent is
-    received."""
+    """Exactly, by tag and peer, forward and backward; every message sent is received. Reference:
+    the mask."""
+    lengths, layout, window = case
+    allowed = mask(lengths, lengths, *band(True, window))
+    tokens = [
+        plan_context(cumulative(lengths), (rank, world), layout, True, window).token_index.numpy()
+        for rank in range(world)
+    ]
+    rows = np.array([[allowed[np.ix_(r, o)].any(0).sum() for r in tokens] for o in tokens])
     results = ranks.run(world, _bytes, *case)
-    for rank, ((forward, _, backward, _), rows, first) in enumerate(results):
-        assert [forward, backward] == sent_by(rank, rows, first)
+    for rank, (forward, _, backward, _) in enumerate(results):
+        assert [forward, backward] == sent_by(rank, rows)
     for direction in (0, 2):
         sent = {(r, peer, tag): n for r in range(world)
-                for (tag, peer), n in results[r][0][direction].items()}  # fmt: skip
+                for (tag, peer), n in results[r][direction].items()}  # fmt: skip
         received = {(peer, r, tag): n for r in range(world)
-                    for (tag, peer), n in results[r][0][direction + 1].items()}  # fmt: skip
+                    for (tag, peer), n in results[r][direction + 1].items()}  # fmt: skip
         assert sent == received
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_bytes_are_those_of_a_ring(ranks: Ranks, world: int) -> None:
-    """Written out without the plan: one causal document of 960 tokens on n ranks.
-
-    In a forward a rank sends n-1 blocks of K/V; in a backward these again and n-1 blocks of float32
-    dK/dV. No other rank sees the later half of rank 0's tokens, which it does not send. A document
-    on one rank sends nothing, a window as many rows as it is wide.
-    """
-    block = 960 // world * 32
-    for rank, (moved, _, _) in enumerate(ranks.run(world, _bytes, [960], "zigzag", (-1, -1))):
-        forward = (world - 1) * block - (rank != world - 1) * block // 2
-        partials = (world - 1) * block - (rank != 0) * block // 2
-        assert sum(moved[0].values()) == forward
-        assert sum(moved[2].values()) == forward + 2 * partials
-    for moved, _, _ in ranks.run(world, _bytes, [20] * 32 * world, "zigzag", (-1, -1)):
-        assert not any(moved)
-    for rank, (moved, _, _) in enumerate(ranks.run(world, _bytes, [960], "contiguous", (40, -1))):
-        last, head = rank == world - 1, rank == 0
-        assert sum(moved[0].values()) == (0 if last else 40 * 32)
-        assert sum(moved[2].values()) == (0 if last else 40 * 32) + (0 if head else 40 * 64)
-
-
 def _buffers(group: Group, tokens: int) -> tuple[list[int], list[int]]:
-    """Rows of each (rows, 2, hk, d) tensor that a forward allocates, and a backward."""
+    """Rows of each (rows, hk, d) or (rows, 2, hk, d) tensor that a forward and a backward make."""
     plan = plan_context(tokens, group)
     inputs, dout, _ = tensors(0, tokens, (4, 2), 4, torch.float32)
     rows: list[list[int]] = []
@@ -139,22 +117,61 @@ def _buffers(group: Group, tokens: int) -> tuple[list[int], list[int]]:
     leaves = [plan.shard(x).requires_grad_() for x in inputs]
     with mock.patch.object(torch.Tensor, "new_empty", new_empty):
         out = ring_attn_func(*leaves, plan)
-        rows.append([s[0] for s in made if len(s) == 4])
+        rows.append([s[0] for s in made if s[-2:] == (2, 4)])
         made.clear()
         out.backward(plan.shard(dout))
-        rows.append([s[0] for s in made if len(s) == 4])
+        rows.append([s[0] for s in made if s[-2:] == (2, 4)])
     return rows[0], rows[1]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_two_buffers_whatever_the_world(ranks: Ranks, world: int) -> None:
-    """Forward: two K/V buffers of at most one block. Backward: these, the rank's own dK/dV, two
-    buffers of partials, of which one may also hold returned rows, and one of contributions,
-    empty for two ranks."""
+    """Forward: two buffers of K and of V, and none of gathered rows. Backward: these, the rank's
+    own dK/dV, two buffers of launches and one of returned rows. Two ranks need one of two."""
     block = 120
-    for forward, backward in ranks.run(world, _buffers, block * world):
-        assert len(forward) == 2
-        assert max(forward) == block
-        assert len(backward) == 2 + 1 + 2 + 1
-        assert sum(backward[:5]) <= (2 + 1 + 3) * block
-        assert backward[5] <= (block if world > 2 else 0)
+    twice = block if world > 2 else 0
+    for rank, (forward, backward) in enumerate(ranks.run(world, _buffers, block * world)):
+        sent = block if rank else block // 2  # the other ranks see half of the first one's rows
+        assert max(forward) <= block
+        assert sum(forward) <= 2 * (block + twice)
+        assert forward[4:] == [0, 0]
+        assert backward[:6] == forward
+        assert backward[6] == block
+        assert sum(backward[7:9]) <= block + twice
+        assert backward[9:] == [sent]
+
+
+def _kv_rows(cu: list[int] | int, rank: int, pass_type: str) -> tuple[list[int], ContextPlan]:
+    """Rows of each buffer of K that a pass of 16 ranks makes, and the plan. Nothing attends."""
+    plan = plan_context(cu, (rank, 16))
+    k = torch.empty(plan.local_keys, 2, 8, dtype=torch.bfloat16, device="meta")
+    made: list[int] = []
+    inner = torch.Tensor.new_empty
+
+    def new_empty(x: torch.Tensor, size: tuple[int, ...], **options: object) -> torch.Tensor:
+        if len(size) == 3 and x is k:
+            made.append(size[0])
+        return inner(x, size, **options)  # type: ignore[arg-type]
+
+    with mock.patch.object(torch.Tensor, "new_empty", new_empty):
+        P2PRingPass(FakeTransport(), plan, pass_type).start(k, k.clone())
+    return made, plan
+
+
+@pytest.mark.parametrize("pass_type", ["forward", "backward"])
+def test_a_long_document_is_never_held_whole(pass_type: str) -> None:
+    """16 ranks and a document of 2^20 tokens: the rank with its last tokens attends to 15 blocks of
+    64k rows and holds two of them."""
+    made, plan = _kv_rows(1 << 20, 0, pass_type)
+    rows = [end - begin for parts in plan.by_messages().arriving for *_, begin, end in parts]
+    assert rows == [65536] * 15
+    assert made == [65536, 65536, 0]
+
+
+def test_launches_of_many_documents_hold_two_blocks() -> None:
+    """16 ranks of 8k tokens, 100 documents of up to 32k: all buffers of K together."""
+    made, plan = _kv_rows(mix(16 * 8192, 0), 3, "forward")
+    exchange = plan.kv_exchange
+    largest = int(np.diff(exchange.visible).max())
+    assert min(made) > 0
+    assert sum(made) <= max(2 * int(exchange.block_rows.max()), 3 * largest)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ringfa3
-from ringfa3.pass_interface import LocalPass, RingPass
+from ringfa3.pass_interface import MAX_SPLIT_TOKENS, LocalPass, RingPass, first_heads
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 
@@ -32,6 +32,13 @@ def test_constructors_differ_in_the_transport_alone() -> None:
     one."""
     of_local, of_p2p, of_symmetric = (parameters(kind.__init__)[1:] for kind in PASSES)
     assert of_p2p[1:] == of_symmetric[1:] == of_local
+
+
+def test_short_shards_with_several_kv_heads_split_their_own_heads() -> None:
+    """A third of the heads, rounded up, comes first; at least one comes last."""
+    assert [first_heads(n, MAX_SPLIT_TOKENS) for n in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 3]
+    assert all(0 < first_heads(n, 1) < n for n in range(2, 65))
+    assert first_heads(8, MAX_SPLIT_TOKENS + 1) == 0
 
 
 @pytest.mark.parametrize("module", ["op", "prepare_call"])

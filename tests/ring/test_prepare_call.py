@@ -350,11 +350,11 @@ def test_two_known_plans_are_not_mixed(ranks: Ranks) -> None:
 
 
 def _quiet(_: Group) -> list[tuple[str, str, float]]:
-    """Contiguous and causal: rank 0 receives nothing and ends a call that rank 2 rejects."""
+    """A window, contiguous: rank 0 only sends, to rank 1, and ends a call that rank 2 rejects."""
     group = group_of(3, 8.0)
     if dist.get_rank() >= 3:
         return []
-    plan = plan_context(96, group, layout="contiguous")
+    plan = plan_context(96, group, layout="contiguous", window_size=(8, 0))
     q, k, v = (torch.randn(plan.local_tokens, 2, 8) for _ in range(3))
     outcomes = [outcome_of((q, k, v, plan, {}))]
     wrong = {"softmax_scale": 0.5} if dist.get_rank() == 2 else {}

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ringfa3 import plan_context, ring_attn_func
-from ringfa3.ring import process_group
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.process_group import AbsentError, rendezvous
 from tests.support.dense import cumulative
-from tests.support.ranks import Ranks, group_of, sacrifice
+from tests.support.ranks import sacrifice
 
 WORLD = 3
 
@@ -96,19 +94,3 @@ def test_a_group_may_be_made_anew_on_the_same_store() -> None:
     """Each life has other settings, and in the second a rank is wrong. No life reads old keys."""
     expected = ["right"] * 2 + ["rank 2"] * 2 + ["right"] * 4
     assert sacrifice(3, 20.0, _again) == [expected] * 3
-
-
-def _one_host(group: dist.ProcessGroup, hosts: list[str]) -> bool | None:
-    """What a transport says of ranks that name these hosts; None for a rank outside the group."""
-    own = group_of(len(hosts))
-    if dist.get_rank() >= len(hosts):
-        return None
-    with mock.patch.object(process_group, "host_name", return_value=hosts[dist.get_rank()]):
-        return RingGroup.of(own).connections.transport("gloo", torch.device("cpu")).one_host
-
-
-@pytest.mark.parametrize(("hosts", "one"), [("aaa", True), ("aab", False), ("baa", False)])
-def test_a_transport_knows_whether_its_ranks_share_a_host(
-    ranks: Ranks, hosts: str, one: bool
-) -> None:
-    assert ranks.run(4, _one_host, list(hosts)) == [*[one] * WORLD, None]

@@ -16,14 +16,14 @@ from ringfa3 import ContextPlan, flash_attn_varlen_func, plan_context, ring_attn
 from ringfa3.kernels import reference
 from ringfa3.ring import p2p
 from ringfa3.ring.p2p import GlooTransport, Message
-from ringfa3.ring.p2p_pass import KV, PARTIAL, RETURN
+from ringfa3.ring.p2p_pass import KV, RETURN
 from tests.support.dense import attention, band, cumulative, gradients, mask, tensors, worst
 from tests.support.ranks import Ranks, group_of
 
 EXACT = 1e-12  # float64
 Group = dist.ProcessGroup
 NAMES = ("out", "lse", "dq", "dk", "dv")
-TAGS = {KV: "K/V", PARTIAL: "partial", RETURN: "return"}
+TAGS = {KV: "K/V", RETURN: "dK/dV"}
 EXCHANGE = GlooTransport.exchange
 
 
@@ -228,15 +228,14 @@ def _events(group: Group, kv_heads: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3])
-def test_blocks_and_partials_move_while_a_hop_is_computed(ranks: Ranks, kv_heads: int) -> None:
+def test_rows_move_while_a_hop_is_computed(ranks: Ranks, kv_heads: int) -> None:
     """In one exchange, which ends after the hop. The last rows return beside some heads of the
     rank's own keys, if it has several."""
-    kv, partial = ["K/V", "compute", "wait"], ["partial", "compute", "wait"]
-    both = ["K/V and partial", "compute", "wait"]
-    returned = ["return", *(["compute"] if kv_heads > 1 else []), "wait"]
+    kv, both, returned = ([what, "compute", "wait"] for what in ("K/V", "K/V and dK/dV", "dK/dV"))
+    last = returned if kv_heads > 1 else ["dK/dV", "wait"]
     for forward, backward in ranks.run(4, _events, kv_heads):
         assert forward == [*kv, *kv, *kv, "compute"]
-        assert backward == [*kv, *kv, *both, *partial, *returned]
+        assert backward == [*kv, *kv, *both, *returned, *last]
 
 
 class Late:

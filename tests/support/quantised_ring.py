@@ -1,7 +1,7 @@
 """A ring in 8 bits on one device, a rank after the other: the kernels against the reference.
 
-What a rank receives at a hop are the first records that the block's owner has published, so a rank
-needs no other to run beside it.
+What a rank receives at a hop are records of their owner, so a rank needs no other to run
+concurrently.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ringfa3.kernels.dispatch import QuantisedForward, select_quantised
 from ringfa3.kernels.quantise import TiledKV
 from ringfa3.kernels.quantised_reference import QuantisedReference
 from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.kv_exchange import LaunchExchange
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
@@ -30,10 +31,10 @@ from tests.support.dense import cumulative
 from tests.support.quantise_checks import in_rows
 from tests.support.quantised_checks import hold, tolerance
 
-CASES = [  # lengths, layout, causal, window, ranks, all on one host
-    ([200, 1, 150], "zigzag", True, (-1, -1), 2, True),
-    ([130, 160, 61], "contiguous", False, (-1, -1), 3, True),
-    ([300], "zigzag", True, (90, -1), 3, False),
+CASES = [  # lengths, layout, causal, window, ranks
+    ([200, 1, 150], "zigzag", True, (-1, -1), 2),
+    ([130, 160, 61], "contiguous", False, (-1, -1), 3),
+    ([300], "zigzag", True, (90, -1), 3),
 ]
 
 
@@ -46,14 +47,14 @@ class Arrived:
 class OneDevice:
     """A `Transport` of one rank.
 
-    statistics, published  of all ranks
-    one_host               whether owners send what the rank sees, or blocks go around the ring
+    exchanges            of all ranks
+    statistics, records  of all ranks
     """
 
     plan: ContextPlan
+    exchanges: list[LaunchExchange]
     statistics: list[ChannelStatistics]
-    published: list[torch.Tensor]
-    one_host: bool
+    records: list[torch.Tensor]
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Arrived:
         for m in receives:
@@ -61,11 +62,14 @@ class OneDevice:
             if hop is None:
                 m.tensor.copy_(self.statistics[m.peer].values)
             else:
-                owner = (self.plan.rank - int(hop[1])) % self.plan.world
-                begin = 0
-                if self.one_host:
-                    begin = self.plan.on_grid(KEY_TILE)[1].visible[owner, int(hop[1]), 0]
-                m.tensor.copy_(self.published[owner][begin : begin + len(m.tensor)])
+                there = self.exchanges[(self.plan.rank - int(hop[1])) % self.plan.world]
+                (rows,) = (
+                    sent[part.begin : part.end]
+                    for sent, leaving in zip(there.sent, there.leaving, strict=True)
+                    for part in leaving
+                    if (part.hop, part.peer) == (int(hop[1]), self.plan.rank)
+                )
+                m.tensor.copy_(self.records[m.peer][rows])
         return Arrived()
 
     def close(self) -> None:
@@ -101,19 +105,20 @@ def run_ring(
     plans: list[ContextPlan],
     qkv: list[torch.Tensor],
     precision: str,
-    one_host: bool,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(out, lse) of every rank; q, k, v are of all tokens. On one host launches join hops."""
+    """(out, lse) of every rank; q, k, v are of all tokens. A launch has several hops."""
     shards = [[plan.shard(x) for x in qkv] for plan in plans]
     statistics = [kernel.statistics(k, v) for _, k, v in shards]
     centres = kernel.centres(statistics)
-    published = []
+    packed, exchanges = [], []
     for plan, (_, k, v) in zip(plans, shards, strict=True):
         tiles = KeyTiles.of(plan, plan.shards[plan.rank])
         records = kernel.quantise_kv(k, v, tiles, centres)
-        rows = plan.on_grid(KEY_TILE)[1].rows[plan.rank, 1]
-        published.append(k.new_empty((rows, sum(records.words)), dtype=torch.int32))
-        records.pack(plan.published_rows(k.device, KEY_TILE), published[-1])
+        packed.append(k.new_empty((len(records.k), sum(records.words)), dtype=torch.int32))
+        records.pack(packed[-1])
+        with patch.object(quantised_forward, "ROWS_PER_HOP", 1):
+            launch = quantised_forward.launches(plan, qkv[0].shape[1] // k.shape[1])
+        exchanges.append(plan.by_messages(launch, KEY_TILE))
     scale = qkv[0].shape[-1] ** -0.5
     with (
         patch.object(quantised_forward, "select_quantised", lambda q, precision: kernel),
@@ -121,7 +126,7 @@ def run_ring(
     ):
         return [
             quantised_forward.run_quantised_forward(
-                *shard, plan, scale, precision, OneDevice(plan, statistics, published, one_host)
+                *shard, plan, scale, precision, OneDevice(plan, exchanges, statistics, packed)
             )[:2]
             for plan, shard in zip(plans, shards, strict=True)
         ]
@@ -129,9 +134,9 @@ def run_ring(
 
 def ring_is_that_of_the_reference(unit: Unit, device: str) -> None:
     """`quantised_checks.tolerance` on every rank: packed documents, zigzag and contiguous shards,
-    a window, GQA, K and V with means that differ between documents, one host and several."""
+    a window, GQA, K and V with means that differ between documents."""
     precision = unit.precision
-    for case, (lengths, layout, causal, window, ranks, one_host) in enumerate(CASES):
+    for case, (lengths, layout, causal, window, ranks) in enumerate(CASES):
         torch.manual_seed(case)
         cu, dtype = cumulative(lengths), getattr(torch, unit.dtype)
         q, k, v = (torch.randn(sum(lengths), h, unit.head_dim) for h in (2, 1, 1))
@@ -141,7 +146,7 @@ def ring_is_that_of_the_reference(unit: Unit, device: str) -> None:
         plans = [plan_context(cu, (r, ranks), layout, causal, window) for r in range(ranks)]
         kernel = select_quantised(qkv[0], precision)
         assert not isinstance(kernel, QuantisedReference), f"no kernel runs on {device}"
-        got = run_ring(kernel, plans, qkv, precision, one_host)
-        expected = run_ring(ReferenceOfOperands(kernel, precision), plans, qkv, precision, one_host)
+        got = run_ring(kernel, plans, qkv, precision)
+        expected = run_ring(ReferenceOfOperands(kernel, precision), plans, qkv, precision)
         for rank, pair in enumerate(zip(got, expected, strict=True)):
             hold(*pair, tolerance(unit, device), f"case {case}, rank {rank} of {ranks}")

@@ -44,9 +44,9 @@ cases = st.builds(Case, lengths, st.integers(1, 5), layouts, st.booleans(), wind
 
 
 def key_tokens(plans: list[ContextPlan], rank: int, hop: int) -> np.ndarray:
-    """The global token of each K/V row that `rank` holds at `hop`."""
+    """The global token of each K/V row of a block, up to the last that `rank` sees at `hop`."""
     owner = plans[(rank - hop) % len(plans)]
     tokens = owner.token_index.numpy()
     if hop == 0:
         return tokens
-    return tokens[owner.kv_exchange.published][: owner.kv_exchange.rows[owner.rank, hop]]
+    return tokens[owner.kv_exchange.published][: owner.kv_exchange.visible[owner.rank, hop, 1]]

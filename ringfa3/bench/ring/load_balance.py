@@ -32,7 +32,7 @@ class LoadBalance:
         plans = [plan_of_rank(case, rank) for rank in range(case.world)]
         work = plans[0].work_per_rank
         visited = np.sum([_visited(t) for plan in plans for t in plan.hops.forward(tile_m)], 0)
-        rows = int(plans[0].kv_exchange.rows[:, 1:].sum())
+        rows = int(np.diff(plans[0].kv_exchange.runs()[:, 2:]).sum())
         all_gather = case.tokens * (case.world - 1)
         return cls(
             imbalance=max(work) * case.world / sum(work),
