@@ -29,10 +29,11 @@ from ringfa3.build.host_library import MODULE, ensure_host_library
 from ringfa3.custom_op import on_hook_change, run_with
 from ringfa3.errors import BuildError
 from ringfa3.kernels.dispatch import log_once
-from ringfa3.kernels.schedule import build
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import ScheduleError
 from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.schedules.link import link
+from ringfa3.schedules.schedule import build
 from ringfa3.validation import check_choice
 
 ENVIRONMENT = "RINGFA3_HOST"
@@ -172,12 +173,12 @@ def _build(name: str, kernel: Callable[..., Any], arguments: tuple[Any, ...]) ->
         results: tuple[torch.Tensor, ...] = kernel(*symbolic, *arguments[part.stop :])
         return results
 
+    stream = CurrentStream.of(inputs[0].device)
     try:
-        program = build(inputs, code).program(_library)
+        program = link(_library, build(inputs, code).code(), stream)
     except ScheduleError:
         _library.decline()
         return kernel(*arguments)
-    stream = CurrentStream.of(inputs[0].device)
     results = _library.run(program, inputs, stream.handle, (0, 0, 0))
     _library.keep(program)
     if name == "attention_backward" and len(results) == 3:  # an empty dsink

@@ -33,7 +33,7 @@ from ringfa3.ring.process_group import is_fake
 from ringfa3.symmetric.cuda_graphs import capture_error
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
 from ringfa3.symmetric.ipc_memory import IpcMemory
-from ringfa3.symmetric.ring_pass import BufferSpec
+from ringfa3.symmetric.stream_ops import BufferSpec
 from ringfa3.validation import (
     check_local_tokens,
     check_qkv,

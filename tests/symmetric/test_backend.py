@@ -30,8 +30,9 @@ from ringfa3.ring.prepare_call import PreparedCall, pass_type_of
 from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES, select_forward_mode
-from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.self_test import open_backend
+from ringfa3.symmetric.stream_ops import BufferSpec
 from tests.support import ranks as processes
 from tests.support.dense import attention, gradients, mask, tensors, worst
 from tests.support.fake_cuda import FakeCuda, FakeGroup, Ranks

@@ -1,0 +1,59 @@
+"""Links schedules: fills in the addresses that one process alone has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringfa3.kernels import forward
+from ringfa3.kernels.launch import entry_address
+from ringfa3.kernels.streams import CurrentStream
+from ringfa3.schedules.schedule import Code, Part
+
+# The address of a symbol, by its type, from what follows the type.
+Resolvers = Mapping[str, Callable[..., int]]
+
+
+def no_memory(part: Part) -> torch.Tensor:
+    raise AssertionError(f"a call of one GPU has no {part.symbol}")
+
+
+def link(
+    library: Any,
+    code: Code,
+    stream: CurrentStream,
+    resolvers: Resolvers = {},  # noqa: B006  never changed
+    tensor_of: Callable[[Part], torch.Tensor] = no_memory,
+) -> Any:
+    """The program of the C++ launcher for calls on a stream. Uploads tables that no call has
+    needed.
+
+    Raises BuildError, OSError: a kernel cannot be built or loaded.
+    """
+    tables = [table.on(stream).memory for table in code.tables]
+    held = list(tables)
+
+    def counter() -> int:
+        memory = forward.counters.get(stream)
+        held.append(memory)
+        return memory.data_ptr()
+
+    known: dict[str, Callable[..., int]] = {
+        "table": lambda number: tables[number].data_ptr(),
+        "entry": entry_address,
+        "counter": counter,
+        **resolvers,
+    }
+    begins = [_signed(known[symbol[0]](*symbol[1:])) for symbol in code.symbols]
+    words = code.words.copy()
+    words[code.at] += np.array(begins, np.int64)[code.symbol_of]
+    memory = *map(tensor_of, code.parts), *held
+    return library.program(words.tobytes(), code.names, memory, code.kept)
+
+
+def _signed(address: int) -> int:
+    """64 bits as the signed integer with the same bits."""
+    return address - (1 << 64) if address >= 1 << 63 else address
