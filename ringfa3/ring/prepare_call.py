@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ringfa3 import host
 from ringfa3.errors import RingError
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
-from ringfa3.pass_interface import LocalPass, RingPass
+from ringfa3.pass_interface import RingPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.planning.unshard import set_agreement
@@ -209,7 +209,7 @@ def prepare_call(
     if plan.world == 1:
         if error is not None:
             raise error
-        return PreparedCall(plan, direction, LocalPass, precision=precision)
+        return PreparedCall(plan, direction, host.ProgramPass, precision=precision)
     assert plan.group is not None
     if is_fake(plan.group):
         if error is not None:

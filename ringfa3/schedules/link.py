@@ -1,20 +1,45 @@
-"""Links schedules: fills in the addresses that one process alone has."""
+"""Finds the schedule of a call, and links it: fills in the addresses that one process alone has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ringfa3.kernels import forward
-from ringfa3.kernels.launch import entry_address
+from ringfa3.kernels.launch import entry_address, num_ctas
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.schedules.schedule import Code, Part
+from ringfa3.kernels.symbolic import ALIGNMENT, ScheduleError
+from ringfa3.pass_interface import HostCode
+from ringfa3.schedules.schedule import Code, Inputs, Part, build
 
 # The address of a symbol, by its type, from what follows the type.
 Resolvers = Mapping[str, Callable[..., int]]
+
+
+def signature_of(pass_type: str, inputs: Inputs, settings: Hashable) -> Hashable:
+    """What the schedule of a plan's call depends on; the first input is given.
+
+    settings: on which launches depend, besides the inputs.
+    """
+    assert inputs[0] is not None
+    layouts = (None if x is None else _layout(x) for x in inputs)
+    return pass_type, num_ctas(inputs[0].device), settings, *layouts
+
+
+def _layout(x: torch.Tensor) -> Hashable:
+    """TMA addresses 16 bytes."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT
+
+
+def code_of(inputs: Inputs, code: HostCode) -> Code | None:
+    """The schedule of a call with this host code; None: no schedule says what it does."""
+    try:
+        return build(inputs, code).code()
+    except ScheduleError:
+        return None
 
 
 def no_memory(part: Part) -> torch.Tensor:

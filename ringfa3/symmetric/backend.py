@@ -38,6 +38,7 @@ from ringfa3.symmetric.stream_ops import (
     Copy,
     Event,
     Operation,
+    Purpose,
     RecordEvent,
     ResetArrivals,
     SetSignal,
@@ -274,10 +275,13 @@ class SymmetricBackend:
         def slot(rank: int, buffer: Buffer, number: int | None) -> int:
             return self.memory.address(rank, buffer, parity if number is None else number)
 
+        def signal(sender: int, receiver: int, purpose: Purpose) -> int:
+            return self.signals.address(Signal(sender, receiver, purpose, parity))
+
         return {
             "stream": self.handle,
             "event": self.event,
-            "signal": lambda *who: self.signals.address(Signal(*who[:3], parity)),
+            "signal": signal,
             "waits": self.signals.counter,
             "arrivals": self.arrivals.data_ptr,
             "slot": slot,

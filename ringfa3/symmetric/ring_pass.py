@@ -21,6 +21,7 @@ from ringfa3.kernels.symbolic import current_builder
 from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
+from ringfa3.schedules.link import code_of, signature_of
 from ringfa3.schedules.schedule import Code
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
@@ -32,8 +33,6 @@ from ringfa3.symmetric.ring_program import (
     RingProgram,
     ScheduleBackend,
     Tensors,
-    code_of,
-    signature_of,
 )
 from ringfa3.symmetric.stream_ops import (
     AddToSum,
@@ -182,7 +181,7 @@ class SymmetricRingPass:
         parity = self._begin(k)
         stream = CurrentStream.of(k.device)
         known = self._known
-        layout = self._key, signature_of(inputs, settings)
+        layout = signature_of(self._pass_type, inputs, settings)
         signature = layout, stream.id
         program = known.programs.get((signature, parity))
         if program is None:

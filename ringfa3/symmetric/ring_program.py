@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 import torch
 
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.symbolic import ALIGNMENT, ScheduleError, Symbol
-from ringfa3.pass_interface import HostCode
+from ringfa3.kernels.symbolic import Symbol
 from ringfa3.schedules.link import Resolvers, link
-from ringfa3.schedules.schedule import Code, Part, ScheduleBuilder, build
+from ringfa3.schedules.schedule import Code, Part, ScheduleBuilder
 from ringfa3.schedules.steps import DriverCall, MemoryOps
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.stream_ops import (
@@ -350,21 +349,3 @@ class ReplayableCall:
 
 
 Programs: TypeAlias = MutableMapping[Hashable, RingProgram]
-
-
-def code_of(inputs: Inputs, code: HostCode) -> Code | None:
-    """The schedule of a call with this host code; None: no schedule says what it does."""
-    try:
-        return build(inputs, code).code()
-    except ScheduleError:
-        return None
-
-
-def signature_of(inputs: Inputs, settings: Hashable) -> Hashable:
-    """What a call's steps depend on, besides addresses."""
-    return settings, *(None if x is None else _layout(x) for x in inputs)
-
-
-def _layout(x: torch.Tensor) -> Hashable:
-    """TMA addresses 16 bytes."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT

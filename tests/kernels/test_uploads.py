@@ -43,7 +43,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     made = Events()
     monkeypatch.setattr(uploads, "record_event", made.record)
     monkeypatch.setattr(uploads, "finish", made.finish)
-    monkeypatch.setattr(forward, "_tables", uploads.Uploads("forward"))
+    monkeypatch.setattr(forward, "_tables", uploads.Uploads("of a test"))
     return made
 
 
