@@ -21,8 +21,8 @@ from ringfa3.planning.context_plan import (
     check_plan,
     dense_plan,
     plan_context,
-    require_no_compiler,
 )
+from ringfa3.planning.graph_plan import require_no_compiler
 from ringfa3.planning.process_groups import Group, resolve_group
 from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import bind_to_group, default_group, raise_on_all_ranks

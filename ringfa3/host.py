@@ -116,7 +116,7 @@ class ProgramPass(LocalPass):
 
     def __init__(self, plan: ContextPlan, pass_type: str) -> None:
         super().__init__(plan, pass_type)
-        self._plan = plan.hops
+        self._plan = plan
 
     def run_schedule(
         self,
@@ -130,13 +130,14 @@ class ProgramPass(LocalPass):
         found = library()
         if found is None or not found.ring_wanted():
             return None
-        known = _programs.setdefault(self._plan, {})
+        known = _programs.setdefault(self._plan.hops, {})
         stream = CurrentStream.of(k.device)
-        signature = signature_of(self._pass_type, inputs, settings), stream.id
+        layout = signature_of(self._pass_type, inputs, settings)
+        signature = layout, stream.id
         if signature not in known:
             if len(known) >= MAX_PROGRAMS:
                 known.clear()
-            made = code_of(inputs, code)
+            made = code_of(self._plan, layout, inputs, code)
             known[signature] = None if made is None else link(found, made, stream)
         program = known[signature]
         if program is None:

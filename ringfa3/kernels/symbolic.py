@@ -80,8 +80,15 @@ class Builder(Protocol):
         """The plan of the call, whose uploads a captured call reads."""
 
 
+class Gpu(NamedTuple):
+    """A GPU that a build in a process without it is for; it has all kernels. num_sms: SMs."""
+
+    num_sms: int
+
+
 class _Thread(threading.local):
     builder: Any = None
+    gpu: Gpu | None = None
 
 
 _thread = _Thread()
@@ -92,14 +99,20 @@ def current_builder() -> Any:
     return _thread.builder
 
 
+def gpu_elsewhere() -> Gpu | None:
+    """The GPU that this thread builds for; None: that of its tensors."""
+    return _thread.gpu
+
+
 @contextmanager
-def building(builder: Builder) -> Iterator[None]:
+def building(builder: Builder, gpu: Gpu | None = None) -> Iterator[None]:
     """Inside, this thread launches nothing: a builder takes all steps."""
-    outer, _thread.builder = _thread.builder, builder
+    outer = _thread.builder, _thread.gpu
+    _thread.builder, _thread.gpu = builder, gpu
     try:
         yield
     finally:
-        _thread.builder = outer
+        _thread.builder, _thread.gpu = outer
 
 
 class Base(NamedTuple):

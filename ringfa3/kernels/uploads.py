@@ -82,17 +82,27 @@ class _Kept(Generic[T]):
         return found
 
 
-class TableRef(NamedTuple):
-    """Tables that a schedule reads: of an owner and key of the `Uploads` with a name."""
+class TableRef:
+    """Tables that a schedule reads: of an owner and key of the `Uploads` with a name.
 
-    name: str
-    owner: object
-    key: tuple[object, ...]
-    host: HostTables[Any]
+    A process that unpickles them has them, too, for calls that it runs without the schedule.
+    """
+
+    def __init__(
+        self, name: str, owner: object, key: tuple[object, ...], host: HostTables[Any]
+    ) -> None:
+        self.name, self.owner, self.key, self._host = name, owner, key, host
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._kept()
+
+    def _kept(self) -> _Kept[Any]:
+        return _registry[self.name].kept(self.owner, self.key, lambda: self._host)
 
     def on(self, stream: CurrentStream) -> Any:
         """The tables in device memory, as `Uploads.get`."""
-        return _registry[self.name].kept(self.owner, self.key, lambda: self.host).on(stream)
+        return self._kept().on(stream)
 
 
 class Uploads(Generic[T]):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ringfa3.custom_op import untraced
 from ringfa3.masks.mask import Mask
-from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
+from ringfa3.planning.graph_plan import DenseBatch, GraphPlan, require_no_compiler
 from ringfa3.planning.handles import from_handle, new_handle
 from ringfa3.planning.kv_exchange import KVExchange, RowIndex, plan_ring
 from ringfa3.planning.mask_shards import check_mask_tokens, one_sequence, partition_mask
@@ -51,6 +51,7 @@ class ContextPlan(TokenShards):
         local_tokens, local_keys: queries and keys on this rank; equal in self-attention.
         tokens_per_rank: list of int.
         handle: int that stands for the plan in custom ops, as long as the plan is alive.
+        prepared: schedules of calls to come, by signature: see `KernelSpec.prepare`.
     """
 
     # Attributes that a copy in another process must not have.
@@ -78,7 +79,7 @@ class ContextPlan(TokenShards):
         super().__init__(lengths, shards, shards if key_shards is None else key_shards, rank, group)
         self.implicit = implicit  # one process, because torch.distributed is not initialised
         self.layout, self.causal, self.window_size = layout, causal, window_size
-        self.mask = mask
+        self.mask, self.prepared = mask, dict[Hashable, Any]()
         self._register()
         if mask is not None:
             self._positions = mask.positions[self._token_index]
@@ -281,15 +282,6 @@ def check_plan(plan: object) -> None:
         raise TypeError(f"plan must come from plan_context, got {type(plan).__name__}")
 
 
-def require_no_compiler(
-    function: str,
-    outside: str = "call it outside, and give the plan to the function as an argument",
-) -> None:
-    """Raises RuntimeError while torch.compile traces the call of a function."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError(f"{function} inside a compiled function: {outside}")
-
-
 @untraced
 def plan_context(
     cu_seqlens: Sequence[int] | torch.Tensor | int | Mask,
@@ -297,6 +289,7 @@ def plan_context(
     layout: str = "zigzag",
     causal: bool = True,
     window_size: Window = (-1, -1),
+    prepare: Sequence[Any] = (),
 ) -> ContextPlan:
     """The plan of packed, self-attending documents, or of a mask, over a context-parallel group.
 
@@ -314,6 +307,8 @@ def plan_context(
         causal: hide later keys of a document.
         window_size: (left, right) keys around a query to which it attends, -1 or None for
             unlimited.
+        prepare: `ringfa3.KernelSpec`s of calls to come. What their first call would make is made
+            now, in this process or the one that the plan is sent from.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it and what is allowed.
@@ -336,8 +331,12 @@ def plan_context(
                 f"causal={causal}, window_size={window} with a Mask, which decides both: leave "
                 "them out, and give them to Mask.documents"
             )
-        return _cached_mask_plan(mask, rank, world, ref, layout, implicit)
-    return _cached_plan(cu, rank, world, ref, layout, causal, window, 0, implicit)
+        plan = _cached_mask_plan(mask, rank, world, ref, layout, implicit)
+    else:
+        plan = _cached_plan(cu, rank, world, ref, layout, causal, window, 0, implicit)
+    for spec in prepare:
+        spec.prepare(plan)
+    return plan
 
 
 @untraced

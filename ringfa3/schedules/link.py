@@ -9,24 +9,29 @@ import numpy as np
 import torch
 
 from ringfa3.kernels import forward
+from ringfa3.kernels.dispatch import has_kernels, log_once
 from ringfa3.kernels.launch import entry_address, num_ctas
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.symbolic import ALIGNMENT, ScheduleError
+from ringfa3.kernels.symbolic import ALIGNMENT, Gpu, ScheduleError
 from ringfa3.pass_interface import HostCode
+from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.schedules.schedule import Code, Inputs, Part, build
 
 # The address of a symbol, by its type, from what follows the type.
 Resolvers = Mapping[str, Callable[..., int]]
 
 
-def signature_of(pass_type: str, inputs: Inputs, settings: Hashable) -> Hashable:
+def signature_of(
+    pass_type: str, inputs: Inputs, settings: Hashable, gpu: Gpu | None = None
+) -> Hashable:
     """What the schedule of a plan's call depends on; the first input is given.
 
-    settings: on which launches depend, besides the inputs.
+    settings: on which launches depend, besides the inputs. gpu: as in `build`.
     """
     assert inputs[0] is not None
     layouts = (None if x is None else _layout(x) for x in inputs)
-    return pass_type, num_ctas(inputs[0].device), settings, *layouts
+    sms = num_ctas(inputs[0].device) if gpu is None else gpu.num_sms
+    return pass_type, sms, settings, *layouts
 
 
 def _layout(x: torch.Tensor) -> Hashable:
@@ -34,8 +39,21 @@ def _layout(x: torch.Tensor) -> Hashable:
     return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT
 
 
-def code_of(inputs: Inputs, code: HostCode) -> Code | None:
-    """The schedule of a call with this host code; None: no schedule says what it does."""
+def code_of(
+    plan: ContextPlan, signature: Hashable, inputs: Inputs, code: HostCode, prepared: bool = True
+) -> Code | None:
+    """The schedule of a call with this host code, as it was prepared or built now.
+
+    None: no schedule says what the call does. prepared: whether a prepared one is right.
+    """
+    found: Code | None = plan.prepared.get(signature) if prepared else None
+    if found is not None and has_kernels(x[1] for x in found.symbols if x[0] == "entry"):
+        return found
+    if plan.prepared and prepared:
+        log_once(
+            f"a plan was prepared, but not for {signature}: its first call builds a schedule; give "
+            "plan_context the KernelSpec of that call"
+        )
     try:
         return build(inputs, code).code()
     except ScheduleError:

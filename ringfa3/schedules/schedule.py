@@ -22,6 +22,7 @@ from ringfa3.kernels.symbolic import (
     SYMBOLS,
     Address,
     Base,
+    Gpu,
     ScheduleError,
     Shape,
     Symbol,
@@ -285,12 +286,14 @@ class ScheduleBuilder:
         return view
 
 
-def build(inputs: Inputs, call: Callable[..., Results]) -> Schedule:
+def build(inputs: Inputs, call: Callable[..., Results], gpu: Gpu | None = None) -> Schedule:
     """The schedule of call(*inputs), whose host code runs on symbolic tensors.
+
+    gpu: on which the call will run, if it is not that of the inputs.
 
     Raises ScheduleError: no schedule says what the call does.
     """
     builder = ScheduleBuilder(inputs)
-    with building(builder):
+    with building(builder, gpu):
         results = call(*builder.symbolic(inputs))
     return builder.finish(tuple(x for x in results if x.numel()))  # dsink may be empty

@@ -189,7 +189,9 @@ class SymmetricRingPass:
                 known.programs.clear()
                 known.codes.clear()
             if layout not in known.codes:
-                known.codes[layout] = code_of(inputs, code)
+                known.codes[layout] = code_of(
+                    self._plan, layout, inputs, code, not self._backend.joins
+                )
             program = RingProgram.of(library, known.codes[layout], stream, self._backend, parity)
             known.programs[signature, parity] = program
         if program.held is None:
