@@ -247,6 +247,7 @@ def _unit_for(
     return narrowest_unit(direction, dtype, head_dim, precision)
 
 
+@lru_cache(None)
 def narrowest_unit(
     direction: str, dtype: torch.dtype, head_dim: int, precision: str = "native"
 ) -> Unit | None:

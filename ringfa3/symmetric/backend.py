@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -182,6 +183,7 @@ class SymmetricBackend:
         self._streams: dict[Stream, torch.cuda.Stream] = {s: _stream(device) for s in side}
         self._waits = dict.fromkeys(Stream, 0)  # for signals, so far, of each stream
         self._events: dict[Event, int] = {}
+        self._entry_address = cache(entry_address)
         self.arrivals = torch.zeros(group.world, dtype=torch.int32, device=device)
         self.row_bytes: Mapping[Buffer, int] = {}
         self._watchdog = Watchdog(
@@ -285,7 +287,7 @@ class SymmetricBackend:
             "waits": self.signals.counter,
             "arrivals": self.arrivals.data_ptr,
             "slot": slot,
-            "driver": entry_address,
+            "driver": self._entry_address,
         }
 
     def tensor_of(self, part: Part) -> torch.Tensor:
