@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringfa3.kernels import forward
+from ringfa3.kernels import dispatch, forward
 from ringfa3.kernels.dispatch import has_kernels, log_once
 from ringfa3.kernels.launch import entry_address, num_ctas
 from ringfa3.kernels.streams import CurrentStream
@@ -47,6 +47,10 @@ def code_of(
     None: no schedule says what the call does. prepared: whether a prepared one is right.
     """
     found: Code | None = plan.prepared.get(signature) if prepared else None
+    first = inputs[0]
+    assert first is not None
+    if found is not None and dispatch.unit_for("forward", first) is None:
+        found = None  # the GPU has no kernels
     if found is not None and has_kernels(x[1] for x in found.symbols if x[0] == "entry"):
         return found
     if plan.prepared and prepared:

@@ -34,6 +34,7 @@ from ringfa3.kernels.symbolic import (
     symbolic_input,
 )
 from ringfa3.kernels.uploads import TableRef
+from ringfa3.schedules.plot import plot
 from ringfa3.schedules.steps import (
     COPY,
     POINTER,
@@ -50,6 +51,8 @@ from ringfa3.schedules.steps import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from ringfa3.build.units import Unit
 
 DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # c10::ScalarType
@@ -158,6 +161,10 @@ class Schedule(NamedTuple):
                 lines.append(step.text(names))
         lines += (f"return {view.text(names)}" for view in self.outputs)
         return "\n".join(lines)
+
+    def plot(self, *others: Schedule) -> Figure:
+        """A picture of the steps by stream, of this rank and of others; needs matplotlib."""
+        return plot([x.steps for x in (self, *others)])
 
 
 class ScheduleBuilder:

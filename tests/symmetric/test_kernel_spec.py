@@ -12,12 +12,14 @@ from unittest import mock
 import pytest
 import torch
 
-from ringfa3 import KernelSpec, plan_context
+from ringfa3 import KernelSpec, RingFA3Attention, plan_context
 from ringfa3.kernels import backward, forward
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.schedules import link
+from ringfa3.schedules.schedule import Schedule
+from ringfa3.symmetric import kernel_spec
 from tests.ring.test_one_rank import step
 from tests.support.fake_kernels import SMS, FakeKernels
 from tests.support.host_calls import equal
@@ -139,3 +141,31 @@ def host_stream(kernels: FakeKernels) -> int:
 def test_a_wrong_setting_is_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         KernelSpec(**{"heads": 4, "kv_heads": 2, "head_dim": 64, **changed})
+
+
+def test_a_layer_describes_its_calls() -> None:
+    layer = RingFA3Attention(8, 2, 64, softmax_scale=0.3, deterministic=True)
+    spec = layer.kernel_spec(torch.float16, 100)
+    assert spec == KernelSpec(8, 2, 64, torch.float16, 100, 0.3, True)
+    with pytest.raises(ValueError, match="precision is 'fp8': only calls in 'native'"):
+        RingFA3Attention(8, 2, 64, precision="fp8").kernel_spec()
+
+
+def test_a_picture_has_a_row_for_each_stream_of_a_rank() -> None:
+    pytest.importorskip("matplotlib")
+    made: list[Schedule] = []
+    build = kernel_spec.build
+
+    def kept(*given: Any) -> Schedule:
+        made.append(build(*given))
+        return made[-1]
+
+    with mock.patch.object(kernel_spec, "build", kept):
+        KernelSpec(4, 2, 64).prepare(plain(0, 2))
+    (axes,) = made[1].plot(made[1]).axes
+    names = [f"rank {rank} {s}" for rank in range(2) for s in ("COMPUTE", "GRADIENTS", "KV")]
+    assert [x.get_text() for x in axes.get_yticklabels()] == names
+    assert len(axes.patches) == 2 * len(made[1].steps)
+    texts = [x.get_text() for x in axes.texts]
+    assert "launch" not in texts
+    assert {"publish", "preprocess", "backward", "postprocess", "round_gradients"} <= {*texts}

@@ -71,6 +71,7 @@ class Trainer:
         draw = not loads_weights(config, folder, parallel)
         self.engine = make_engine(config, vocabulary_size(corpus.tokenizer), parallel, draw)
         self.model = self.engine.model
+        self.specs = self.model.kernel_specs(parallel.device)
         self.times = time_split_on(parallel.device)
         if self.times is not None:
             set_op_hook(self.times.op)
@@ -322,7 +323,7 @@ class Trainer:
         parallel = self.parallel
         indices = [sample + m * parallel.dp + parallel.dp_rank for m in range(self.accumulation)]
         sharding = (parallel.cp_group, self.config.parallel.layout, widest(self.config.model))
-        return [make_batch(self.samples[index], *sharding) for index in indices]
+        return [make_batch(self.samples[index], *sharding, self.specs) for index in indices]
 
     def _evaluate(
         self,
