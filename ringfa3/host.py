@@ -30,6 +30,7 @@ import torch
 from ringfa3.build.host_library import MODULE, ensure_host_library
 from ringfa3.custom_op import on_hook_change, run_with
 from ringfa3.errors import BuildError
+from ringfa3.kernels import dispatch
 from ringfa3.kernels.dispatch import log_once
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import ScheduleError
@@ -129,6 +130,8 @@ class ProgramPass(LocalPass):
         it."""
         found = library()
         if found is None or not found.ring_wanted():
+            return None
+        if dispatch.unit_for("forward", k) is None:  # the PyTorch fallback
             return None
         known = _programs.setdefault(self._plan.hops, {})
         stream = CurrentStream.of(k.device)
