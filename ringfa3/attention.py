@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ringfa3.attention_op import out_shape, packed
-from ringfa3.custom_op import checkpointed
+from ringfa3.custom_op import checkpointed, require_no_compiler
 from ringfa3.functional import flash_attn_func
 from ringfa3.masks.mask import Mask
 from ringfa3.planning.context_plan import (
@@ -22,7 +22,6 @@ from ringfa3.planning.context_plan import (
     dense_plan,
     plan_context,
 )
-from ringfa3.planning.graph_plan import require_no_compiler
 from ringfa3.planning.process_groups import Group, resolve_group
 from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import bind_to_group, default_group, raise_on_all_ranks

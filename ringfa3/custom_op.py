@@ -196,3 +196,12 @@ def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(
         x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
     )
+
+
+def require_no_compiler(
+    function: str,
+    outside: str = "call it outside, and give the plan to the function as an argument",
+) -> None:
+    """Raises RuntimeError while torch.compile traces the call of a function."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{function} inside a compiled function: {outside}")

@@ -28,7 +28,7 @@ from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.symbolic import current_builder
 from ringfa3.keywords import check_call, hides_positional
 from ringfa3.masks.padding import separate_padding
-from ringfa3.planning.context_plan import effective_window
+from ringfa3.planning.sharding import effective_window
 from ringfa3.planning.tiling import Plan, plan_local
 from ringfa3.quantisation.key_tiles import KeyTiles
 from ringfa3.straight_through import forward_centres, straight_through

@@ -51,7 +51,9 @@ def flash_attn_mask_func(
 def keep_attention(): ...
 
 
-def plan_context(cu_seqlens, group=None, layout="zigzag", causal=True, window_size=(-1, -1)): ...
+def plan_context(
+    cu_seqlens, group=None, layout="zigzag", causal=True, window_size=(-1, -1), hosts=None,
+): ...  # fmt: skip
 
 
 def ring_attn_func(

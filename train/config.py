@@ -7,7 +7,7 @@ types. ``train.checks`` checks its values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -19,7 +19,7 @@ from train.hardware import hardware_here
 from train.recipe import recipe_of
 from train.sections.data import DataConfig
 from train.sections.key import ConfigError, key
-from train.sections.machine import EngineConfig, HardwareConfig, ParallelConfig
+from train.sections.machine import ALL, EngineConfig, HardwareConfig, ParallelConfig
 from train.sections.model import ModelConfig
 from train.sections.modes import (
     EstimateConfig,
@@ -79,14 +79,39 @@ class Config:
     needle: NeedleConfig = field(default_factory=NeedleConfig)
     rope: RopeSweepConfig = field(default_factory=RopeSweepConfig)
 
+    def on(self, world: int) -> Config:
+        """The config with the number ``world`` of processes in place of ``parallel.cp=all``."""
+        if self.parallel.cp != ALL:
+            return self
+        return replace(self, parallel=replace(self.parallel, cp=world))
+
+    def samples_at_once(self) -> int:
+        """Samples that a CP group shares in a micro-batch; ``parallel.cp`` must be a number."""
+        if self.data.tokens_per_rank is None:
+            return 1
+        return max(1, self.data.tokens_per_rank * self.parallel.cp // self.data.seq_len)
+
     def accumulation_over(self, dp: int) -> int:
-        """Samples per step of each of ``dp`` data-parallel ranks."""
-        train = self.train
+        """Micro-batches per step of each of ``dp`` CP groups."""
+        train, at_once = self.train, dp * self.samples_at_once()
         if train.global_batch_size is not None:
-            return train.global_batch_size // dp
+            return max(1, train.global_batch_size // at_once)
         if train.gradient_accumulation_steps is not None or train.batch_tokens is None:
             return train.gradient_accumulation_steps or 1
-        return max(1, round(train.batch_tokens / (dp * self.data.seq_len)))
+        return max(1, round(train.batch_tokens / (at_once * self.data.seq_len)))
+
+    def batch_over(self, dp: int) -> int:
+        """Samples per step of ``dp`` CP groups together."""
+        return self.accumulation_over(dp) * dp * self.samples_at_once()
+
+    def fewer_tokens(self, batch: int, dp: int) -> int | None:
+        """The next smaller ``data.tokens_per_rank`` with which ``dp`` CP groups share ``batch``
+        samples; None if there is none."""
+        seq_len, cp = self.data.seq_len, self.parallel.cp
+        for at_once in range(self.samples_at_once() - 1, 0, -1):
+            if batch % (dp * at_once) == 0 and at_once * seq_len % cp == 0:
+                return at_once * seq_len // cp
+        return None
 
 
 SOURCES = "data.sources"

@@ -85,6 +85,7 @@ from train.keys import default, nearest, schema_keys, source_name, to_schema_key
 from train.run.inherit import resolve_inherited  # noqa: E402
 from train.run.run_config import with_run_config  # noqa: E402
 from train.run.stopper import Stopper  # noqa: E402
+from train.sections.machine import ALL  # noqa: E402
 from train.sections.renamed import RENAMED, RENAMED_VALUES  # noqa: E402
 
 
@@ -261,7 +262,8 @@ def main() -> None:
             config = with_run_config(config, given)
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if config.mode == "estimate":
-            world = config.estimate.gpus or max(world, config.parallel.cp)
+            world = gpus_of(config, world)
+        config = config.on(world)
         check(config, world)
         stopper = Stopper() if config.mode == "train" else None
         run_mode(config, world, stopper)
@@ -271,6 +273,20 @@ def main() -> None:
         if stopper is not None:
             stopper.disable()
         end(explain(error), not isinstance(error, ConfigError) or error.found_by_all)
+
+
+def gpus_of(config: Config, world: int) -> int:
+    """The GPUs of the job that ``mode=estimate`` predicts, started as ``world`` processes.
+
+    Raises ``ConfigError`` if ``parallel.cp`` is all and nothing gives their number.
+    """
+    cp, gpus = config.parallel.cp, config.estimate.gpus
+    if gpus is None and cp == ALL and world == 1:
+        raise ConfigError(
+            "parallel.cp=all is the number of GPUs of the job, which mode=estimate does not know; "
+            "give it, for example estimate.gpus=8"
+        )
+    return gpus or (world if cp == ALL else max(world, cp))
 
 
 def run_mode(config: Config, world: int, stopper: Stopper | None) -> None:

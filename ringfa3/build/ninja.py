@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ rule compile
   description = $out_name
 """
 LAST_LINES = 20  # of what a program printed, in an error
+AGAIN = 2  # seconds from a signal that stops the compilers to the next one
 EDGE = """build {library}: compile {source}
   run = {run}
   out_name = {name}
@@ -77,6 +78,12 @@ class Edge(NamedTuple):
             os.fsync(file)  # before the rename: a crash leaves no truncated library
         return errors
 
+    def interrupt(self) -> None:
+        """Sends SIGINT to the compiler, if it runs: to the process group of its shell."""
+        if (group := self._written(BEGAN).strip()) and not self._written("code"):
+            with suppress(ProcessLookupError):
+                os.killpg(int(group), signal.SIGINT)
+
     def _written(self, name: str) -> str:
         file = self.folder / name
         return file.read_text(errors="replace") if file.is_file() else ""
@@ -84,8 +91,9 @@ class Edge(NamedTuple):
     def text(self) -> str:
         """Its lines in a build.ninja."""
         folder = shlex.quote(str(self.folder))
+        begin = f"cd {folder} && echo $$ > {BEGAN}"
         compiler = f"TMPDIR={folder} {shlex.join(map(str, self.command))} > stdout 2> stderr"
-        run = f"cd {folder} && : > {BEGAN}; {compiler}; code=$?; echo $code > code; exit $code"
+        run = f"{begin}; {compiler}; code=$?; echo $code > code; exit $code"
         library, source = (re.sub(r"([$: ])", r"$\1", str(p)) for p in (self.library, self.source))
         return EDGE.format(
             library=library, source=source, run=run.replace("$", "$$"), name=self.name
@@ -139,7 +147,14 @@ def _started(
         except BaseException:
             log_line("stopping the compilers")
             process.send_signal(signal.SIGINT)
-            process.communicate()
+            # ninja signals each compiler once, and waits for it. A shell that forks at that moment
+            # loses the signal before it runs the compiler: without another one it runs to its end.
+            while process.poll() is None:
+                try:
+                    process.communicate(timeout=AGAIN)
+                except subprocess.TimeoutExpired:
+                    for edge in edges:
+                        edge.interrupt()
             raise
 
 

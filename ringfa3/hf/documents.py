@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from ringfa3.planning.sharding import Ints
+from ringfa3.planning.placement.costs import Ints
 from ringfa3.tensor_cache import TensorCache
 
 

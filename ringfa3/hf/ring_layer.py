@@ -29,7 +29,8 @@ from ringfa3.hf.masks import Mask
 from ringfa3.hf.probe import FAILURES, Probe, check_model
 from ringfa3.hf.router_loss import asks_for_router_logits, carry_plan, let_balance
 from ringfa3.masks.mask import Mask as SpanMask
-from ringfa3.planning.context_plan import ContextPlan, effective_window, plan_context
+from ringfa3.planning.context_plan import ContextPlan, plan_context
+from ringfa3.planning.sharding import effective_window
 from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import raise_on_all_ranks
 from ringfa3.tensor_cache import TensorCache

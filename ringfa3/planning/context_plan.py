@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, cast
 
@@ -13,15 +13,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ringfa3.custom_op import untraced
+from ringfa3.custom_op import require_no_compiler, untraced
 from ringfa3.masks.mask import Mask
-from ringfa3.planning.graph_plan import DenseBatch, GraphPlan, require_no_compiler
+from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
 from ringfa3.planning.handles import from_handle, new_handle
 from ringfa3.planning.kv_exchange import KVExchange, RowIndex, plan_ring
 from ringfa3.planning.mask_shards import check_mask_tokens, one_sequence, partition_mask
+from ringfa3.planning.placement.costs import Ints
+from ringfa3.planning.placement.hosts import Hosts, find_hosts, warn_of_hosts
 from ringfa3.planning.process_groups import Group, GroupRef, resolve_group, warn_if_alone
 from ringfa3.planning.refinement import plan_mask
-from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
+from ringfa3.planning.sharding import Segments, effective_window, pairs_before, partition
 from ringfa3.planning.tile_schedule import MAX_ROWS
 from ringfa3.planning.tiling import Plan
 from ringfa3.planning.token_shards import TokenShards
@@ -35,8 +37,7 @@ from ringfa3.validation import (
     sequence_lengths,
 )
 
-# The most recent plans, which `plan_context` returns again; of each plan also the most recent ones
-# of other windows and masks.
+# Recent plans that `plan_context` returns again; of each, those of other windows and masks.
 PLANS_KEPT = 64
 
 
@@ -46,19 +47,16 @@ class ContextPlan(TokenShards):
     Attributes:
         rank, world: this rank's number in the CP group, and the size of the group.
         layout, causal, window_size: as given to `plan_context`.
+        hosts: (world,) tuple of int, the number of each rank's host.
         mask: the Mask of the plan; None for documents, with `causal` and `window_size`.
         total_tokens: tokens of all documents.
         local_tokens, local_keys: queries and keys on this rank; equal in self-attention.
         tokens_per_rank: list of int.
         handle: int that stands for the plan in custom ops, as long as the plan is alive.
-        prepared: schedules of calls to come, by signature: see `KernelSpec.prepare`.
     """
 
-    # Attributes that a copy in another process must not have.
-    _LOCAL = (
-        "_bound", "_published", "_grids", "_variants", "_aligned", "_origin", "handle",
-        "contiguous", "exchanges",
-    )  # fmt: skip
+    # Attributes that a copy in another process must not have
+    _LOCAL = "_bound _published _grids _variants _aligned _origin handle contiguous exchanges"
 
     def __init__(
         self,
@@ -66,6 +64,7 @@ class ContextPlan(TokenShards):
         shards: list[Segments],
         rank: int,
         group: GroupRef | None,
+        hosts: tuple[int, ...],
         layout: str,
         causal: bool,
         window_size: tuple[int, int],
@@ -77,9 +76,10 @@ class ContextPlan(TokenShards):
         """alignment: as in `plan_ring`; key_shards: as in `TokenShards`, default `shards`; other
         arguments as in `plan_context`."""
         super().__init__(lengths, shards, shards if key_shards is None else key_shards, rank, group)
+        self.hosts = hosts
         self.implicit = implicit  # one process, because torch.distributed is not initialised
         self.layout, self.causal, self.window_size = layout, causal, window_size
-        self.mask, self.prepared = mask, dict[Hashable, Any]()
+        self.mask = mask
         self._register()
         if mask is not None:
             self._positions = mask.positions[self._token_index]
@@ -110,7 +110,8 @@ class ContextPlan(TokenShards):
                 "a plan with a ProcessGroup cannot be sent to another process: in a data loader "
                 "make it with group=(rank, world)"
             )
-        return {name: value for name, value in self.__dict__.items() if name not in self._LOCAL}
+        local = self._LOCAL.split()
+        return {name: value for name, value in self.__dict__.items() if name not in local}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -132,6 +133,7 @@ class ContextPlan(TokenShards):
             return cast(ContextPlan, GraphPlan(self, group, self.window_size))
         key = weakref.ref(group)
         if key not in self._bound:
+            warn_of_hosts(self.hosts, group)
             bound = copy.copy(self)  # the tables are shared, what `_register` makes is not
             bound._group = key
             self._bound = {g: p for g, p in self._bound.items() if g() is not None} | {key: bound}
@@ -218,12 +220,12 @@ class ContextPlan(TokenShards):
         self, window: tuple[int, int], mask: Mask | None, alignment: int = 1
     ) -> ContextPlan:
         keys = None if self.key_shards is self.shards else self.key_shards
-        given = self.lengths, self.shards, self.rank, self._group, self.layout
+        given = self.lengths, self.shards, self.rank, self._group, self.hosts, self.layout
         causal = self.causal and mask is None
         return ContextPlan(*given, causal, window, self.implicit, alignment, mask, keys)
 
     def _laid_out(self, shards: list[Segments], layout: str) -> ContextPlan:
-        given = self.lengths, shards, self.rank, self._group, layout
+        given = self.lengths, shards, self.rank, self._group, self.hosts, layout
         return ContextPlan(*given, self.causal, self.window_size, self.implicit)
 
     def on_grid(self, keys: int) -> tuple[Plan, KVExchange]:
@@ -253,7 +255,7 @@ class ContextPlan(TokenShards):
     def digest(self) -> str:
         """Hash of all that must be equal on all ranks."""
         mask = None if self.mask is None else self.mask.digest
-        given = super().digest, self.layout, *self.effective_window, mask
+        given = super().digest, self.hosts, self.layout, *self.effective_window, mask
         return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
     @property
@@ -270,12 +272,6 @@ class ContextPlan(TokenShards):
         return work
 
 
-def effective_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
-    """(left, right) with causal folded in: no key to the right of the diagonal."""
-    left, right = window_size
-    return left, 0 if causal else right
-
-
 def check_plan(plan: object) -> None:
     """Raises TypeError unless `plan` is a ContextPlan."""
     if not isinstance(plan, (ContextPlan, GraphPlan)):
@@ -289,6 +285,7 @@ def plan_context(
     layout: str = "zigzag",
     causal: bool = True,
     window_size: Window = (-1, -1),
+    hosts: Hosts = None,
     prepare: Sequence[Any] = (),
 ) -> ContextPlan:
     """The plan of packed, self-attending documents, or of a mask, over a context-parallel group.
@@ -307,8 +304,10 @@ def plan_context(
         causal: hide later keys of a document.
         window_size: (left, right) keys around a query to which it attends, -1 or None for
             unlimited.
-        prepare: `ringfa3.KernelSpec`s of calls to come. What their first call would make is made
-            now, in this process or the one that the plan is sent from.
+        hosts: the number of hosts, of equally many ranks in order, or the host of each rank: few
+            documents span two. None for what torchrun's variables say of the group, and for one
+            host if `group` is (rank, world); RINGFA3_HOSTS replaces it. Equal on all ranks.
+        prepare: `ringfa3.KernelSpec`s, for which what first calls would make is made now.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it and what is allowed.
@@ -320,10 +319,10 @@ def plan_context(
     check_choice("layout", layout, LAYOUTS)
     window = check_window(window_size)
     rank, world, process_group = resolve_group(group)
-    implicit = group is None and process_group is None
-    if implicit:
+    if implicit := group is None and process_group is None:
         warn_if_alone()
     ref = None if process_group is None else weakref.ref(process_group)
+    of_rank = find_hosts(hosts, world, process_group)
     causal = check_bool("causal", causal)
     if mask is not None:
         if not causal or window != (-1, -1):
@@ -331,12 +330,9 @@ def plan_context(
                 f"causal={causal}, window_size={window} with a Mask, which decides both: leave "
                 "them out, and give them to Mask.documents"
             )
-        plan = _cached_mask_plan(mask, rank, world, ref, layout, implicit)
-    else:
-        plan = _cached_plan(cu, rank, world, ref, layout, causal, window, 0, implicit)
-    for spec in prepare:
-        spec.prepare(plan)
-    return plan
+        return _cached_mask_plan(mask, rank, ref, of_rank, layout, implicit).prepare(prepare)
+    plan = _cached_plan(cu, rank, ref, of_rank, layout, causal, window, 0, implicit)
+    return plan.prepare(prepare)
 
 
 @untraced
@@ -359,15 +355,16 @@ def dense_plan(
     tokens = local_tokens * world
     cu = cumulative_bytes("cu_seqlens", range(0, batch * tokens + 1, tokens) if tokens else (0,))
     ref = None if process_group is None else weakref.ref(process_group)
-    return _cached_plan(cu, rank, world, ref, layout, causal, window_size, batch, False)
+    hosts = find_hosts(None, world, process_group)
+    return _cached_plan(cu, rank, ref, hosts, layout, causal, window_size, batch, False)
 
 
 @lru_cache(PLANS_KEPT)
 def _cached_plan(
     cu_seqlens: bytes,  # of int64
     rank: int,
-    world: int,
     group: GroupRef | None,
+    hosts: tuple[int, ...],
     layout: str,
     causal: bool,
     window_size: tuple[int, int],
@@ -380,19 +377,24 @@ def _cached_plan(
         raise ValueError(
             f"cu_seqlens ends at {lengths.sum()}: the limit is 2^31 - 1 tokens; split the batch"
         )
-    window = effective_window(causal, window_size)
+    given = len(hosts), layout, *effective_window(causal, window_size), hosts
     if batch:
-        shards = [s.repeated(len(lengths)) for s in partition(lengths[:1], world, layout, *window)]
+        shards = [s.repeated(len(lengths)) for s in partition(lengths[:1], *given)]
     else:
-        shards = partition(lengths, world, layout, *window)
-    return ContextPlan(lengths, shards, rank, group, layout, causal, window_size, implicit)
+        shards = partition(lengths, *given)
+    return ContextPlan(lengths, shards, rank, group, hosts, layout, causal, window_size, implicit)
 
 
 @lru_cache(PLANS_KEPT)
 def _cached_mask_plan(
-    mask: Mask, rank: int, world: int, group: GroupRef | None, layout: str, implicit: bool
+    mask: Mask,
+    rank: int,
+    group: GroupRef | None,
+    hosts: tuple[int, ...],
+    layout: str,
+    implicit: bool,
 ) -> ContextPlan:
-    queries, keys = partition_mask(mask, world, layout)
+    queries, keys = partition_mask(mask, hosts, layout)
     lengths = np.array([mask.q_tokens], np.int64)
-    given = lengths, queries, rank, group, layout, False, (-1, -1), implicit
+    given = lengths, queries, rank, group, hosts, layout, False, (-1, -1), implicit
     return ContextPlan(*given, mask=mask, key_shards=None if keys is queries else keys)

@@ -82,12 +82,3 @@ class GraphPlan:
         if plan.mask is None:
             plan = plan.with_window(self.window_size)
         return getattr(plan, name)
-
-
-def require_no_compiler(
-    function: str,
-    outside: str = "call it outside, and give the plan to the function as an argument",
-) -> None:
-    """Raises RuntimeError while torch.compile traces the call of a function."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError(f"{function} inside a compiled function: {outside}")

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ringfa3.planning.sharding import Ints, Segments
+from ringfa3.planning.placement.costs import Ints
+from ringfa3.planning.sharding import Segments
 from ringfa3.planning.tile_schedule import concat_ranges
 from ringfa3.planning.tiling import Band, Plan, band, pair_sequences
 

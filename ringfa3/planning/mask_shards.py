@@ -7,44 +7,60 @@ dense one. For that a component's tokens are ordered by their density, in runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ringfa3.masks.mask import Mask
 from ringfa3.masks.spans import RowPairs
-from ringfa3.planning.sharding import (
-    BALANCED,
-    CUT,
-    SHARES,
-    Ints,
-    Segments,
-    by_rank,
-    partition,
-    zigzag,
-)
+from ringfa3.planning.placement.costs import TILE, Ints
+from ringfa3.planning.placement.zigzag import zigzag
+from ringfa3.planning.sharding import Segments, balanced_documents, by_rank, partition, quotas
 from ringfa3.planning.tile_schedule import concat_ranges
 
 RUNS = 8  # a component, which may be cut for each rank, has so many runs of one density a rank
 # Parts into which large components are cut, tried in turn: density that does not grow evenly along
 # a component needs several. One part is the zigzag of a document.
 PARTS = (1, 2, 4, 8)
-# Accepted maximum of a rank's work, over the mean, in one part: more parts send more K/V.
-ACCEPTED = 1.02
+# Accepted maximum of a rank's work, over the mean, in one part, which sends the least K/V; and in
+# several parts.
+ACCEPTED, BALANCED = 1.02, 1.015
+EVEN = 32  # all rows have about the same work if both halves have, up to one part in so many
+# First tokens of a chunk that ranks exchange. Work is pairs here, so parts of a tile count too.
+FINE = TILE // 32, TILE // 8, TILE // 2, TILE, 2 * TILE
 LARGE = 0.25  # share of a rank's mean work from which a component is cut into parts
 
 
-def partition_mask(mask: Mask, world: int, layout: str) -> tuple[list[Segments], list[Segments]]:
+def partition_mask(
+    mask: Mask, hosts: Sequence[int], layout: str
+) -> tuple[list[Segments], list[Segments]]:
     """The segments of every rank: of queries, and of keys, the same ones in self-attention.
 
     All have one sequence. Keys of cross-attention stay in order, the same number on every rank.
+    hosts: (world,) the number of each rank's host.
     """
+    world = len(hosts)
     total = np.array([mask.q_tokens], np.int64)
     if layout == "contiguous" or world == 1:
         queries = partition(total, world, "contiguous")
+    elif (documents := _documents(mask)) is not None:
+        queries = one_sequence(documents[0], balanced_documents(*documents, hosts))
     else:
-        queries = _balanced(mask, world)
+        queries = _balanced(mask, np.array(hosts))
     if not mask.cross:
         return queries, queries
     return queries, partition(np.array([mask.k_tokens], np.int64), world, "contiguous")
+
+
+def _documents(mask: Mask) -> tuple[Ints, Ints, Ints] | None:
+    """Lengths and windows, (documents,) each, if that is all that the mask consists of."""
+    q0, q1, k0, k1, lo, hi = mask.diagonal_spans.T
+    bounds = np.append(q0, mask.q_tokens), np.insert(q1, 0, 0)
+    if mask.cross or len(q0) == 0 or not np.array_equal(*bounds):
+        return None
+    square = (q0 == k0) & (q1 == k1) & (lo <= 0) & (hi >= 0)
+    length = q1 - q0
+    return (length, np.minimum(-lo, length), np.minimum(hi, length)) if square.all() else None
 
 
 def one_sequence(lengths: Ints, shards: list[Segments]) -> list[Segments]:
@@ -102,9 +118,8 @@ class _Ordered:
         return chunk, self._run[run] + low - self._at[run], high - low
 
 
-def _balanced(mask: Mask, world: int) -> list[Segments]:
-    total = mask.q_tokens
-    quota = total // world + (np.arange(world) < total % world)
+def _balanced(mask: Mask, hosts: Ints) -> list[Segments]:
+    total, world = mask.q_tokens, len(hosts)
     ordered = _Ordered(mask, world)
     lengths = _sizes(ordered.begin, total)
     large = _pairs(ordered, ordered.begin, lengths) > LARGE * mask.pairs / world
@@ -112,13 +127,15 @@ def _balanced(mask: Mask, world: int) -> list[Segments]:
     for parts in PARTS:
         begin = _cut(ordered.begin, lengths, np.where(large, parts, 1))
 
-        def work(document: Ints, p: Ints, begin: Ints = begin) -> Ints:
-            return _pairs(ordered, begin[document], p)
+        def pairs(document: Ints, position: Ints, length: Ints, begin: Ints = begin) -> Ints:
+            return _pairs(ordered, begin[document] + position, length)
 
-        # With this share every part is cut over all ranks.
-        shares = SHARES[1:2] if parts > 1 or len(begin) == 1 else SHARES
-        chunks = zigzag(_sizes(begin, total), quota, work, shares)
-        rank, document, position, length = (x[chunks[3] > 0] for x in chunks)
+        size = _sizes(begin, total)
+        halves = np.stack((_pairs(ordered, begin, size // 2), _pairs(ordered, begin, size)))
+        in_order = np.abs(2 * halves[0] - halves[1]) < halves[1] // EVEN
+        rank, document, position, length = zigzag(
+            size, quotas(total, world), pairs, in_order, hosts, FINE
+        )
         first = begin[document] + position
         peak = np.bincount(rank, _pairs(ordered, first, length), world).max(initial=0)
         if peak < best_peak:
@@ -154,7 +171,7 @@ def _runs(mask: Mask, begin: Ints, world: int) -> tuple[Ints, Ints]:
     total = mask.q_tokens
     edges: Ints = np.unique(np.concatenate((begin, mask.diagonal_spans[:, :2].ravel())))
     edges = edges[edges < total]
-    parts: Ints = np.maximum(_sizes(begin, total) // (RUNS * world * CUT), 1) * CUT
+    parts: Ints = np.maximum(_sizes(begin, total) // (RUNS * world * TILE), 1) * TILE
     step = parts[np.searchsorted(begin, edges, side="right") - 1]
     size = _sizes(edges, total)
     count = -(-size // step)
@@ -163,8 +180,8 @@ def _runs(mask: Mask, begin: Ints, world: int) -> tuple[Ints, Ints]:
 
 
 def _cut(begin: Ints, lengths: Ints, parts: Ints) -> Ints:
-    """Runs of tokens cut into so many parts, at multiples of CUT tokens: the first of each part."""
-    size: Ints = np.maximum(-(-lengths // (parts * CUT)), 1) * CUT
+    """Runs of tokens cut into so many parts, at multiples of TILE: the first of each part."""
+    size: Ints = np.maximum(-(-lengths // (parts * TILE)), 1) * TILE
     count = np.where(parts > 1, -(-lengths // size), 1)
     first: Ints = np.repeat(begin, count) + np.repeat(size, count) * concat_ranges(0 * count, count)
     return first

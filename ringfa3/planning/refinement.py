@@ -13,7 +13,8 @@ import numpy as np
 
 from ringfa3.masks.mask import Mask
 from ringfa3.planning.kv_exchange import KVExchange, PlacedSegments, plan_exchange
-from ringfa3.planning.sharding import Ints, Segments
+from ringfa3.planning.placement.costs import Ints
+from ringfa3.planning.sharding import Segments
 from ringfa3.planning.tile_schedule import concat_ranges
 from ringfa3.planning.tiling import Band, Plan
 

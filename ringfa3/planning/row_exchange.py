@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 import numpy as np
 import torch
 
-from ringfa3.planning.sharding import Ints
+from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.unshard import agreed_settings, require_agreement
 from ringfa3.validation import check_plain, shown, whole_number
 

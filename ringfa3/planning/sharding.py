@@ -5,32 +5,22 @@ A *segment* is a run of consecutive tokens of one document on one rank. Two layo
 ``contiguous``
     the packed tokens in order, the same number to every rank;
 ``zigzag``
-    work and tokens balanced. A document is cut only if balance needs it, into 2m chunks; owner i
-    takes chunks i and 2m-1-i, so under a causal mask every owner gets an early and a late chunk.
-    Other documents stay whole; each goes, largest first, to the rank with the least load.
+    work and tokens balanced, as `placement.zigzag` describes. A document is cut only if balance
+    needs it; under a causal mask its owners get an early and a late chunk each.
 
 Both give every rank the same number of tokens, off by one if the world does not divide the total.
-Cuts favour multiples of `CUT`, so that tiles stay full.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-# work(documents, p): pairs that are allowed for the first p rows of each of these documents
-Work: TypeAlias = Callable[[Ints, Ints], Ints]
-
-CUT = 128  # tokens of a row tile, at whose multiples cuts are favoured
-# Shares of a rank's mean work, tried in turn: documents with more work are cut; 0: all are.
-SHARES = (1.0, 1 / 16, 1 / 64, 0.0)
-BALANCED = 1.015  # accepted maximum of a rank's work, over the mean
+from ringfa3.planning.placement.costs import Ints, block_cost
+from ringfa3.planning.placement.zigzag import zigzag
 
 
 @dataclass(frozen=True)
@@ -87,8 +77,19 @@ def pairs_before(p: Ints, length: Ints, left: int, right: int) -> Ints:
     return ends + p - started * (started + 1) // 2
 
 
+def effective_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+    """(left, right) with causal folded in: no key to the right of the diagonal."""
+    left, right = window_size
+    return left, 0 if causal else right
+
+
 def partition(
-    lengths: Ints, world: int, layout: str, left: int = -1, right: int = 0
+    lengths: Ints,
+    world: int,
+    layout: str,
+    left: int = -1,
+    right: int = 0,
+    hosts: Sequence[int] | None = None,
 ) -> list[Segments]:
     """The segments of every rank.
 
@@ -97,18 +98,28 @@ def partition(
         world: number of ranks.
         layout: one of `validation.LAYOUTS`.
         left, right: the window, -1 for unlimited; causal is right = 0. It matters for balance only.
+        hosts: (world,) the number of each rank's host; None for one host.
     """
-    total = int(lengths.sum())
-    quota = total // world + (np.arange(world) < total % world)  # (world,) tokens
     if layout == "contiguous" or world == 1:
-        rank, sequence, position, length = _contiguous(lengths, quota)
-    else:
+        return by_rank(world, *_contiguous(lengths, quotas(int(lengths.sum()), world)))
+    before, after = (lengths if x < 0 else np.minimum(x, lengths) for x in (left, right))
+    return balanced_documents(lengths, before, after, (0,) * world if hosts is None else hosts)
 
-        def work(document: Ints, p: Ints) -> Ints:
-            return pairs_before(p, lengths[document], left, right)
 
-        rank, sequence, position, length = zigzag(lengths, quota, work)
-    return by_rank(world, rank, sequence, position, length)
+def balanced_documents(
+    lengths: Ints, left: Ints, right: Ints, hosts: Sequence[int]
+) -> list[Segments]:
+    """The segments of every rank, of documents with windows of their own, each (documents,)."""
+    # Rows have equal work if nearly all see a whole window, or all see the whole document.
+    wide = np.maximum(left, right)
+    in_order = (wide < lengths // 16) | (np.minimum(left, right) >= lengths)
+    quota, cost = quotas(int(lengths.sum()), len(hosts)), block_cost(lengths, left, right)
+    return by_rank(len(hosts), *zigzag(lengths, quota, cost, in_order, np.array(hosts)))
+
+
+def quotas(total: int, world: int) -> Ints:
+    """(world,) tokens of each rank: equal, off by one if the world does not divide the total."""
+    return np.full(world, total // world, np.int64) + (np.arange(world) < total % world)
 
 
 def by_rank(world: int, rank: Ints, sequence: Ints, position: Ints, length: Ints) -> list[Segments]:
@@ -143,210 +154,3 @@ def _contiguous(lengths: Ints, quota: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     sequence = np.searchsorted(document_start, start, side="right") - 1
     rank = np.searchsorted(rank_start, start, side="right") - 1
     return rank, sequence, start - document_start[sequence], length
-
-
-def zigzag(
-    lengths: Ints, quota: Ints, work: Work, shares: tuple[float, ...] = SHARES
-) -> tuple[Ints, Ints, Ints, Ints]:
-    """The first balanced placement of some shares, else the best one.
-
-    Returns (rank, document, position, length) of chunks, in any order.
-    """
-    total = int(work(np.arange(len(lengths)), lengths).sum())
-    best, best_peak = None, np.inf
-    for share in shares:
-        placement = _Placement(lengths, quota, work, share)
-        placement.level()
-        rank, sequence, position, length = placement.chunks()
-        pairs = work(sequence, position + length)
-        pairs -= work(sequence, position)
-        peak = np.bincount(rank, pairs, len(quota)).max(initial=0)
-        if peak < best_peak:
-            best, best_peak = (rank, sequence, position, length), peak
-        if best_peak * len(quota) <= BALANCED * max(total, 1):
-            break
-    assert best is not None
-    return best
-
-
-class _Placement:
-    """Documents on ranks: whole on one, or cut among several.
-
-    whole   (documents,) rank of a document that is not cut, else -1
-    cut     document -> its owners' tokens, {rank: tokens}, in zigzag order
-    sliced  document -> (rank, tokens, at_end): a whole document that gave its first or last
-            tokens to a second rank, to make token counts equal
-    """
-
-    def __init__(self, lengths: Ints, quota: Ints, work: Work, share: float) -> None:
-        self.lengths, self.quota, self._work_of = lengths, quota, work
-        self.work = work(np.arange(len(lengths)), lengths)
-        self.whole = np.full(len(lengths), -1, np.int64)
-        self.cut: dict[int, dict[int, int]] = {}
-        self.sliced: dict[int, tuple[int, int, bool]] = {}
-        self.load = [0.0] * len(quota)  # work over its mean
-        self.tokens = [0] * len(quota)
-        self._assign(share)
-
-    def _assign(self, share: float) -> None:
-        """Assigns documents, largest first, each part where the sum of squared loads grows least.
-
-        A load is the pair (work, tokens) over its mean. So long documents balance the work, and
-        short ones, which hold little work, the tokens.
-        """
-        world, load, tokens = len(self.quota), self.load, self.tokens
-        mean_work = max(float(self.work.sum()) / world, 1.0)
-        mean_tokens = max(float(self.lengths.sum()) / world, 1.0)
-        relative = self.work / mean_work
-        parts = self._parts(relative, share)
-        shares = _even_shares(self.lengths, parts, self._work_of)
-        order = np.argsort(-self.work, kind="stable")
-        order = order[: int((self.lengths[order] > 0).argmin())] if 0 in self.lengths else order
-        part = relative / parts, self.lengths / parts / mean_tokens / mean_tokens
-        columns = (x[order].tolist() for x in (self.lengths, parts, *part))
-        whole: list[tuple[int, int]] = []
-        for d, length, n, w, t in zip(order.tolist(), *columns, strict=True):
-            cost = [w * x + t * y for x, y in zip(load, tokens, strict=True)]
-            if n == 1:
-                r = cost.index(min(cost))
-                whole.append((d, r))
-                load[r] += w
-                tokens[r] += length
-                continue
-            owners = sorted(range(world), key=cost.__getitem__)[:n]  # most work to the least loaded
-            held, work = shares[d]
-            if any(load):
-                by_work = sorted(range(n), key=work.__getitem__, reverse=True)
-                owners = [r for _, r in sorted(zip(by_work, owners, strict=True))]
-            self.cut[d] = dict(zip(owners, held, strict=True))
-            for r, h, w in zip(owners, held, work, strict=True):
-                load[r] += w / mean_work
-                tokens[r] += h
-        documents, ranks = np.array(whole, np.int64).reshape(-1, 2).T
-        self.whole[documents] = ranks
-
-    def _parts(self, relative: npt.NDArray[np.float64], share: float) -> Ints:
-        """(documents,) owners of each: enough to bring the work of a part under `share`."""
-        world = len(self.quota)
-        parts = np.ceil(relative / (share or SHARES[-2]))
-        if share == 0:
-            parts = np.where(self.lengths >= 2 * world * CUT, world, parts)
-        return np.clip(parts, 1, np.clip(self.lengths, 1, world)).astype(np.int64)
-
-    def level(self) -> None:
-        """Moves tokens until every rank holds its quota."""
-        spare = (np.array(self.tokens) - self.quota).tolist()
-        for a in range(len(spare)):
-            for b in range(len(spare)):
-                while spare[a] > 0 and spare[b] < 0:
-                    moved = self._move(a, b, min(spare[a], -spare[b]))
-                    spare[a] -= moved
-                    spare[b] += moved
-
-    def _move(self, a: int, b: int, tokens: int) -> int:
-        """Moves up to `tokens` tokens from rank a to b with few new cuts; returns the number."""
-        shared = [d for d, held in self.cut.items() if a in held and b in held]
-        donor = max(shared, key=lambda d: self.cut[d][a], default=-1)
-        if donor >= 0 and self.cut[donor][a] >= 4 * tokens:
-            self.cut[donor][a] -= tokens
-            self.cut[donor][b] += tokens
-            return tokens
-        candidates = np.flatnonzero(self.whole == a)
-        candidates = candidates[[d not in self.sliced for d in candidates.tolist()]]
-        small = candidates[self.lengths[candidates] <= tokens]
-        if len(small):
-            d = int(small[np.argmax(self.lengths[small])])
-            self.whole[d] = b
-            return int(self.lengths[d])
-        if len(candidates):
-            return self._slice(a, b, tokens, candidates)
-        for d in [d for d in self.sliced if self.whole[d] == a]:  # a third owner: a cut document
-            rank, held, _ = self.sliced.pop(d)
-            self.whole[d] = -1
-            self.cut[d] = {a: int(self.lengths[d]) - held, rank: held}
-        owned = [d for d, held in self.cut.items() if held.get(a, 0) > 0]
-        d = max(owned, key=lambda d: self.cut[d][a])
-        moved = min(tokens, self.cut[d][a])
-        self.cut[d][a] -= moved
-        self.cut[d][b] = self.cut[d].get(b, 0) + moved
-        return moved
-
-    def _slice(self, a: int, b: int, tokens: int, candidates: Ints) -> int:
-        """Moves `tokens` tokens of one whole document from rank a to b, chosen to balance the work.
-
-        The first x of L tokens hold about (x/L)^2 of a document's work, the last x 1 - (1-x/L)^2.
-        """
-        total = float(self.work.sum())
-        wanted = (self.load[a] - self.load[b]) / 2 * total / len(self.quota)
-        fraction = tokens / self.lengths[candidates]
-        first = self.work[candidates] * fraction**2
-        last = self.work[candidates] - self.work[candidates] * (1 - fraction) ** 2
-        miss = np.abs(np.stack((first, last)) - wanted)
-        at_end, i = divmod(int(np.argmin(miss)), len(candidates))
-        moved = float((last if at_end else first)[i]) * len(self.quota) / max(total, 1.0)
-        self.load[a] -= moved
-        self.load[b] += moved
-        self.sliced[int(candidates[i])] = (b, tokens, bool(at_end))
-        return tokens
-
-    def chunks(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """(rank, document, position, length) of every chunk."""
-        plain = self.whole >= 0
-        plain[list(self.sliced)] = False
-        (sequence,) = np.nonzero(plain)
-        columns = [
-            np.stack((self.whole[plain], sequence, np.zeros_like(sequence), self.lengths[plain]))
-        ]
-        rows: list[tuple[int, int, int, int]] = []
-        for d, (rank, tokens, at_end) in self.sliced.items():
-            rest = int(self.lengths[d]) - tokens
-            home = int(self.whole[d])
-            if at_end:
-                rows += [(home, d, 0, rest), (rank, d, rest, tokens)]
-            else:
-                rows += [(rank, d, 0, tokens), (home, d, tokens, rest)]
-        for d, held in self.cut.items():
-            early = _head(np.fromiter(held.values(), np.int64)).tolist()
-            heads = list(zip(held, early, strict=True))
-            tails = [(rank, held[rank] - head) for rank, head in reversed(heads)]
-            position = 0
-            for rank, tokens in heads + tails:
-                rows.append((rank, d, position, tokens))
-                position += tokens
-        if rows:
-            columns.append(np.array(rows, np.int64).T)
-        rank, sequence, position, length = np.concatenate(columns, axis=1)
-        return rank, sequence, position, length
-
-
-def _head(tokens: Ints) -> Ints:
-    """Tokens of each owner's early chunk: half of all, or the multiple of CUT near it.
-
-    Unequal halves h and t - h change the owners' work by up to |2h - t| / t: here less than 1%.
-    """
-    near = (tokens // 2 + CUT // 2) // CUT * CUT
-    return np.where(np.abs(2 * near - tokens) * CUT <= tokens, near, tokens // 2)
-
-
-def _even_shares(
-    lengths: Ints, parts: Ints, work_of: Work
-) -> dict[int, tuple[list[int], list[int]]]:
-    """For every document of several parts: the tokens and the work of each, in zigzag order."""
-    (cut,) = np.nonzero(parts > 1)
-    n = parts[cut]
-    document = np.repeat(cut, n)
-    i = np.arange(len(document)) - np.repeat(np.cumsum(n) - n, n)
-    length = lengths[document]
-    tokens = length // parts[document] + (i < length % parts[document])
-    head = _head(tokens)
-    before = np.cumsum(head) - head  # in all documents; `start` counts inside one
-    first = np.repeat(np.cumsum(n) - n, n)
-    start = before - before[first]
-    behind = np.cumsum(tokens - head)
-    end = length - (behind - (behind - (tokens - head))[first]) + (tokens - head)
-    work = work_of(document, start + head) - work_of(document, start)
-    work += work_of(document, end)
-    work -= work_of(document, end - (tokens - head))
-    bounds = zip(cut.tolist(), (np.cumsum(n) - n).tolist(), np.cumsum(n).tolist(), strict=True)
-    held, pairs = tokens.tolist(), work.tolist()
-    return {d: (held[a:b], pairs[a:b]) for d, a, b in bounds}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ringfa3.planning.sharding import Ints
+from ringfa3.planning.placement.costs import Ints
 
 SPAN = np.dtype(
     [

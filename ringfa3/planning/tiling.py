@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ringfa3.planning.sharding import Ints, Segments, whole_sequences
+from ringfa3.planning.placement.costs import Ints
+from ringfa3.planning.sharding import Segments, whole_sequences
 from ringfa3.planning.tile_schedule import (
     FIRST,
     LAST,

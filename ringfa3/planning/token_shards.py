@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable
 from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,10 @@ import torch.distributed as dist
 
 from ringfa3.masks.mask import Mask
 from ringfa3.planning.handles import graph_handle, plan_table
+from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.process_groups import GroupRef, require_alive
 from ringfa3.planning.row_exchange import exchange_rows
-from ringfa3.planning.sharding import Ints, Segments, partition
+from ringfa3.planning.sharding import Segments, partition
 from ringfa3.planning.tile_schedule import concat_ranges
 from ringfa3.planning.unshard import Unshard, require_agreement, select
 from ringfa3.validation import check_plain
@@ -49,6 +51,13 @@ class TokenShards(ABC):
         self.total_tokens = sum(self.tokens_per_rank)
         self.local_tokens = self.tokens_per_rank[rank]
         self.local_keys = key_shards[rank].tokens
+        self.prepared: dict[Hashable, Any] = {}  # schedules of calls, by `KernelSpec.prepare`
+
+    def prepare(self, specs: Iterable[Any]) -> Self:
+        """The plan itself, after each spec has prepared calls on it."""
+        for spec in specs:
+            spec.prepare(self)
+        return self
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ringfa3.planning.sharding import Ints
+from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.tile_schedule import Table, Tiling, concat_ranges
 
 WORK_UNIT = np.dtype(

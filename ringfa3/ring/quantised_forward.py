@@ -21,7 +21,7 @@ from ringfa3.kernels.reference import accum_dtype
 from ringfa3.masks.spans import attended
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import KVExchange
-from ringfa3.planning.sharding import Ints
+from ringfa3.planning.placement.costs import Ints
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
 from ringfa3.ring.p2p import Message, Transport

@@ -69,6 +69,19 @@ def test_an_error_of_the_disk_stops_the_compilers(
     assert not list((tools / "cache").glob(".*@*"))
 
 
+def test_a_compiler_that_loses_a_signal_is_stopped(tools: Path) -> None:
+    """As one does whose shell forks when the signal comes."""
+    loses = "trap 'trap - INT; echo > {0}/lost' INT; echo > {0}/ready; n=0; "
+    waits = "while [ $n -lt 300 ]; do sleep 0.1; n=$((n + 1)); done; echo > {0}/late"
+    fake_tools.nvcc(tools, body=(loses + waits).format(tools))
+    running = start(BUILD_ONE.format(before=""))
+    until(lambda: (tools / "ready").exists())
+    os.kill(running.pid, signal.SIGINT)
+    assert running.wait() != 0
+    assert (tools / "lost").exists()
+    assert not (tools / "late").exists()
+
+
 @pytest.mark.parametrize("writes", ["", ": > code; "])
 def test_a_compiler_without_an_exit_code(tools: Path, writes: str) -> None:
     """Something kills the shell that runs it, or the disk has no room for the code."""

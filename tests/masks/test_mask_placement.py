@@ -33,7 +33,6 @@ MASKS = {
     "one tree": Mask.tree([900, 500, 400, 300, 800, 256, 1000], [-1, 0, 1, 1, 0, 4, 0]),
     "chain": CHAIN,
     "images": Mask.documents(8192).with_bidirectional([500, 3000], [900, 3600]),
-    "chunks": Mask.documents([0, 5000, 8192], chunk=1024),
     "window and first": Mask.documents(8192, window_size=(511, 0), first_keys=4),
     "nothing": Mask([], 1000),
 }
@@ -53,14 +52,26 @@ def test_work_and_tokens_are_balanced(name: str, world: int) -> None:
     np.testing.assert_array_equal(found, np.arange(mask.q_tokens))
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (700, -1)])
 @pytest.mark.parametrize("lengths", [[16384], [5000, 300, 300, 2000, 9000, 784], [2048] * 8])
-def test_causal_documents_have_the_tokens_of_their_own_plan(lengths: list[int]) -> None:
+def test_causal_documents_have_the_tokens_of_their_own_plan(
+    lengths: list[int], window: tuple[int, int]
+) -> None:
     """Reference: `plan_context` of the documents: zigzag."""
     cu = np.cumsum([0, *lengths]).tolist()
+    mask = Mask.documents(cu, window_size=window)
     for world in (2, 4):
-        given, expected = (plan_context(x, (1, world)) for x in (Mask.documents(cu), cu))
+        given = plan_context(mask, (1, world))
+        expected = plan_context(cu, (1, world), window_size=window)
         assert given.token_index.tolist() == expected.token_index.tolist()
         assert given.positions.tolist() == expected.positions.tolist()
+
+
+def test_chunks_are_placed_as_documents() -> None:
+    """Reference: the plan of documents that end where chunks do."""
+    given = plan_context(Mask.documents([0, 5000, 8192], chunk=1024), (1, 4))
+    expected = plan_context([*range(0, 5000, 1024), *range(5000, 8192, 1024), 8192], (1, 4))
+    assert given.token_index.tolist() == expected.token_index.tolist()
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -61,10 +61,10 @@ def test_contiguous_keeps_tokens_in_order(documents: list[int], world: int) -> N
     assert tokens == [(d, p) for d, n in enumerate(documents) for p in range(n)]
 
 
+@pytest.mark.parametrize("chunk", [32, 64, 192, 256])
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_one_long_document_is_the_classic_zigzag(world: int) -> None:
-    """2n chunks of whole tiles; rank r has chunks r and 2n-1-r."""
-    chunk = 256
+def test_one_document_is_the_classic_zigzag(world: int, chunk: int) -> None:
+    """2n chunks; rank r has chunks r and 2n-1-r."""
     shards = partition(np.array([2 * world * chunk]), world, "zigzag")
     for r, s in enumerate(shards):
         chunks = [r, 2 * world - 1 - r]

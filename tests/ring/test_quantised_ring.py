@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import ContextPlan, Mask, flash_attn_varlen_func, plan_context, ring_attn_func
-from ringfa3.planning.sharding import Ints, Segments
+from ringfa3.planning.placement.costs import Ints
+from ringfa3.planning.sharding import Segments
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.quantisation.key_tiles import KEY_TILE

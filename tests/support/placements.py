@@ -35,8 +35,9 @@ class Placement:
     @cached_property
     def plans(self) -> list[ContextPlan]:
         lengths = np.array(self.lengths, np.int64)
+        hosts = (0,) * self.world
         return [
-            ContextPlan(lengths, self.shards, rank, None, "by hand", False, self.band)
+            ContextPlan(lengths, self.shards, rank, None, hosts, "by hand", False, self.band)
             for rank in range(self.world)
         ]
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from ringfa3 import flash_attn_func
-from ringfa3.planning.sharding import Ints, whole_sequences
+from ringfa3.planning.placement.costs import Ints
+from ringfa3.planning.sharding import whole_sequences
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.quantisation.operands import QuantisedKV, QuantisedQ, quantise
 from ringfa3.quantisation.rotation import rotate_back

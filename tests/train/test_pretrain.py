@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.jobs import HANG_S, ROOT, one_line_of, run_ranks, run_script, start_ranks
+from tests.train.jobs import HANG_S, ROOT, events, one_line_of, run_ranks, run_script, start_ranks
+from train.sections.machine import ALL
 
 STEPS = 10
 
@@ -53,17 +54,61 @@ def test_curves_agree(overrides, alone, tmp_path, processes, cp, accumulation, s
         f"run.dir={folder}",
     ]
     run_ranks(processes, *overrides, *spread)
-    expected, got = metrics(alone[same_as]), metrics(folder)
-    assert [record["step"] for record in got] == list(range(1, STEPS + 1))
-    for one, other in zip(got, expected, strict=True):
-        assert one["grad_norm"] > 0.05
-        for key in ("loss", "nats_per_byte"):
-            assert one[key] == pytest.approx(other[key], rel=1e-5)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+    check_same_curve(metrics(folder), metrics(alone[same_as]))
     own, other = (json.loads((f / "summary.json").read_text()) for f in (folder, alone[same_as]))
     assert (own["world_size"], own["cp"]) == (processes, cp)
     for key in ("nats_per_byte", "nats_per_byte_self_only", "unigram", "bigram", "gzip"):
         assert own[key] == pytest.approx(other[key], rel=1e-4)
+
+
+def check_same_curve(got: list[dict], expected: list[dict]) -> None:
+    """Loss, nats per byte and norm of every step, clipped, agree within 1e-5."""
+    assert [record["step"] for record in got] == list(range(1, STEPS + 1))
+    for one, other in zip(got, expected, strict=True):
+        assert one["grad_norm"] > 0.05
+        for key in ("loss", "nats_per_byte", "grad_norm"):
+            assert one[key] == pytest.approx(other[key], rel=1e-5)
+
+
+WHOLE_JOB = [f"parallel.cp={ALL}", "train.global_batch_size=2"]  # 1,000 tokens a step
+
+
+def test_one_group_continues_at_any_number_of_ranks(overrides, alone, tmp_path):
+    """4 steps on 4 ranks, 3 on 2 under fsdp2, 3 on 1: the curve of cp 1, within 1e-5.
+
+    A step is a micro-batch of both samples, two micro-batches of one, and one of both.
+    """
+    folder = tmp_path / "run"
+    legs = [(4, 4, 250, "ddp"), (2, 7, 250, "fsdp2"), (1, STEPS, 1000, "ddp")]
+    for ranks, last, tokens, engine in legs:
+        own = [f"train.steps={last}", f"optim.schedule_steps={STEPS}", f"engine={engine}"]
+        own += [f"data.tokens_per_rank={tokens}", f"run.dir={folder}", "train.final_eval_bytes=1"]
+        run_ranks(ranks, *overrides, *WHOLE_JOB, *own)
+    check_same_curve(metrics(folder), metrics(alone[2]))
+    assert [text for text in events(folder) if text.startswith("continues")] == [
+        f"continues after step {step}, from step-{step:08d}" for step in (4, 7)
+    ]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "engine",
+    ["ddp", "fsdp2", *(pytest.param(f"zero-{n}", marks=pytest.mark.deepspeed) for n in (1, 2, 3))],
+)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_one_group_has_the_curve_of_one_rank(overrides, alone, tmp_path, ranks, engine):
+    """Within 1e-5, and the totals of the evaluation within 1e-4."""
+    name, _, stage = engine.partition("-")
+    own = [f"data.tokens_per_rank={1000 // ranks}", f"run.dir={tmp_path / 'run'}"]
+    own += ["engine=deepspeed", f"engine.stage={stage}"] if stage else [f"engine={name}"]
+    run_ranks(ranks, *overrides, *WHOLE_JOB, *own)
+    check_same_curve(metrics(tmp_path / "run"), metrics(alone[2]))
+    found, wanted = (
+        json.loads((f / "summary.json").read_text()) for f in (tmp_path / "run", alone[2])
+    )
+    assert found["cp"] == ranks
+    assert found["held_out_tokens"] == wanted["held_out_tokens"]
+    assert found["nats_per_byte"] == pytest.approx(wanted["nats_per_byte"], rel=1e-4)
 
 
 def test_a_rank_without_tokens_takes_part(overrides, tmp_path):

@@ -15,6 +15,7 @@ from train.checks.training import (
     check_checkpoint,
     check_compile,
     check_final,
+    check_micro_batch,
     check_offload,
     check_optim,
     check_sdpa,
@@ -25,7 +26,10 @@ from train.run.run_folder import RunFolder
 
 
 def check(config: Config, world: int) -> None:
-    """Raise ``ConfigError`` for the first value that cannot work with ``world`` processes."""
+    """Raise ``ConfigError`` for the first value that cannot work with ``world`` processes.
+
+    ``parallel.cp`` is a number, as after ``config.on(world)``.
+    """
     check_limits(config)
     check_model(config.model)
     if config.mode == "export":
@@ -74,8 +78,9 @@ def check(config: Config, world: int) -> None:
             "scales depend on how a sample is shared, and steps differ by more than rounding; "
             "nearest valid: model.attention_precision=native"
         )
-    if config.mode not in RUN_MODES and config.train.global_batch_size is not None:
-        check_batch(config.train, world // cp)
+    if config.mode not in RUN_MODES:
+        check_micro_batch(config)
+        check_batch(config, world // cp)
     precision, transport = config.model.attention_precision, config.parallel.transport
     if precision != "native" and cp > 1 and transport == "symmetric":
         raise ConfigError(
@@ -88,11 +93,11 @@ def check(config: Config, world: int) -> None:
     # rank 0 knows that, and only later; the trainer then checks the folder.
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if config.mode in ("train", "check") and first and not _of_several_hosts():
-        folder, dp = RunFolder(config), world // cp
+        folder = RunFolder(config)
         folder.require_fit(config)
         saved = None if folder.is_replaced_by(config) else newest_metadata(folder)
         if saved is not None:
-            require_recipe(config, config.accumulation_over(dp) * dp, saved)
+            require_recipe(config, config.batch_over(world // cp), saved)
 
 
 def _of_several_hosts() -> bool:

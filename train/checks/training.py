@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from train.checks.data import nearest_path
 from train.compile_choice import obstacle
-from train.config import RUN_MODES, Config, ConfigError, MemoryConfig, TrainConfig
+from train.config import RUN_MODES, Config, ConfigError, MemoryConfig
 from train.hf.architecture import hf_folder
 from train.keys import get, nearest, schema_keys, shown, to_schema_key
 from train.paths import expand
@@ -36,19 +38,45 @@ def check_optim(config: Config) -> None:
         )
 
 
-def check_batch(train: TrainConfig, dp: int) -> None:
-    """Raise ``ConfigError`` if ``dp`` data-parallel ranks cannot share the global batch."""
+def check_micro_batch(config: Config) -> None:
+    """Raise ``ConfigError`` if ``data.tokens_per_rank`` gives a CP group no whole samples."""
+    tokens, cp, key = config.data.tokens_per_rank, config.parallel.cp, "data.seq_len"
+    seq_len = config.data.seq_len
+    if config.mode == "verify" and config.verify.seq_len is not None:
+        seq_len, key = config.verify.seq_len, "verify.seq_len"
+    if tokens is None or tokens * cp % seq_len == 0:
+        return
+    least = seq_len // math.gcd(seq_len, cp)  # of a rank, if the group shares whole samples
+    best = max(round(tokens / least), 1) * least
+    instead = f" (or {key}={tokens * cp})" if tokens * cp < seq_len else ""
+    raise ConfigError(
+        f"data.tokens_per_rank={tokens} gives the {cp} ranks of a CP group {tokens * cp} tokens, "
+        f"which are no whole samples of {key}={seq_len}; nearest valid: "
+        f"data.tokens_per_rank={best}{instead}"
+    )
+
+
+def check_batch(config: Config, dp: int) -> None:
+    """Raise ``ConfigError`` if ``dp`` CP groups cannot share the global batch."""
+    train, at_once = config.train, config.samples_at_once()
     batch, steps = train.global_batch_size, train.gradient_accumulation_steps
+    if batch is None:
+        return
     if steps not in (None, 1):
         raise ConfigError(
             f"train.global_batch_size={batch} and train.gradient_accumulation_steps={steps} both "
             "set the samples of a step; nearest valid: train.gradient_accumulation_steps=1"
         )
-    if batch % dp:
-        best = max(round(batch / dp), 1) * dp
+    if batch % (dp * at_once):
+        best = max(round(batch / (dp * at_once)), 1) * dp * at_once
+        of, fewer = f"{dp} data-parallel ranks", ""
+        if at_once > 1:
+            tokens, less = config.data.tokens_per_rank, config.fewer_tokens(batch, dp)
+            of = f"{dp * at_once} samples that data.tokens_per_rank={tokens} puts in a micro-batch"
+            fewer = "" if less is None else f" (or data.tokens_per_rank={less})"
         raise ConfigError(
-            f"train.global_batch_size={batch} is not a multiple of the {dp} data-parallel ranks; "
-            f"nearest valid: train.global_batch_size={best}"
+            f"train.global_batch_size={batch} is not a multiple of the {of}; "
+            f"nearest valid: train.global_batch_size={best}{fewer}"
         )
 
 

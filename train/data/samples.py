@@ -10,10 +10,10 @@ and there is no state to save.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +75,24 @@ def join(sample: Sample, masked: bool) -> Sample:
     """
     labels = sample.labels if masked else np.append(sample.tokens[1:], sample.labels[-1:])
     return Sample(sample.tokens, labels, [0, len(sample.tokens)], sample.n_bytes)
+
+
+def concatenate(samples: Sequence[Sample]) -> Sample:
+    """One sample with the documents of all ``samples``, which stay apart, in their order."""
+    if len(samples) == 1:
+        return samples[0]
+    starts = accumulate((len(sample.tokens) for sample in samples), initial=0)
+    ends = [
+        start + end
+        for start, sample in zip(starts, samples, strict=False)  # the last start is the end of all
+        for end in sample.cu_seqlens[1:]
+    ]
+    return Sample(
+        np.concatenate([sample.tokens for sample in samples]),
+        np.concatenate([sample.labels for sample in samples]),
+        [0, *ends],
+        sum(sample.n_bytes for sample in samples),
+    )
 
 
 class Cut:

@@ -34,8 +34,7 @@ class TrainState:
         self.spike_filter = SpikeFilter(config.guard)
         self.step = 0
         self.samples = 0
-        dp = engine.parallel.dp
-        self.batch = config.accumulation_over(dp) * dp
+        self.batch = config.batch_over(engine.parallel.dp)
         self.seconds = 0.0
 
     def shards(self) -> dict[str, Shard]:

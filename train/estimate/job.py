@@ -28,9 +28,9 @@ class UnpredictableError(ConfigError):
 class Job:
     """A job: ``config`` on ``gpus`` GPUs, ``per_host`` of them on each host.
 
-    Embedding and head have ``rows`` rows. ``cu_seqlens`` bounds the documents of a sample, which
-    together have ``config.data.seq_len`` tokens. ``here``: the job runs on this machine, so its
-    compilers and its host memory count.
+    Embedding and head have ``rows`` rows. ``cu_seqlens`` bounds the documents of the samples that a
+    CP group shares in a micro-batch, each of ``config.data.seq_len`` tokens. ``here``: the job runs
+    on this machine, so its compilers and its host memory count.
     """
 
     config: Config
@@ -42,7 +42,7 @@ class Job:
 
     @cached_property
     def plan(self) -> ContextPlan:
-        """The plan of a sample on the first rank of its CP group, which has the most tokens.
+        """The plan of a micro-batch on the first rank of a CP group, which has the most tokens.
 
         Jobs with the same documents and as many ranks share it: ``plan_context`` caches plans.
         """
@@ -55,8 +55,8 @@ class Job:
         return max(self.plan.tokens_per_rank)
 
     @property
-    def samples(self) -> int:
-        """Samples per step of a data-parallel rank."""
+    def micro_batches(self) -> int:
+        """Micro-batches per step."""
         return self.config.accumulation_over(self.dp)
 
     @property

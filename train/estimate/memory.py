@@ -60,7 +60,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     total = config.model.n_layers * block + embedding + head + config.model.dim
     share = -(-total // job.sharded_over)
     # With engine.reduce=step whole gradients exist from the first micro-batch to the last.
-    summed = total if job.samples > 1 and config.engine.reduce == "step" else share
+    summed = total if job.micro_batches > 1 and config.engine.reduce == "step" else share
     layers = config.model.n_layers
     recomputed = memory.recomputed(layers)
     whole = layers - recomputed  # layers that keep all activations

@@ -98,17 +98,14 @@ def limits_of(job: Job, device: float | None = None) -> Limits:
 def smallest_change(job: Job, limits: Limits) -> list[str]:
     """The smallest set of changes with which ``job`` fits, as overrides; the fastest of equal size.
 
-    Empty if the job fits, or if nothing helps. If no setting is enough, more GPUs share each
-    sample. A start that continues a run does not change settings that determine the run's result.
-    If layers must recompute, only as many do as have to.
+    Empty if the job fits, or if nothing helps. If no setting is enough, a micro-batch has fewer
+    samples, or else more GPUs share it. A start that continues a run does not change settings that
+    determine the run's result. If layers must recompute, only as many do as have to.
     """
     if not predict(job).problems(limits):
         return []
     allowed = allowed_changes(job.config, (key for key, _ in CHANGES))
-    for more in (1, 2, 4, 8):
-        wider, overrides = _on_more(job, more)
-        if wider is None:
-            continue
+    for wider, overrides in (*_with_fewer(job), *_on_more(job)):
         for size in range(4):
             fitting = []
             for number, (predicted, names) in enumerate(_changed(wider, size, allowed)):
@@ -218,21 +215,46 @@ def _value(job: Job, key: str) -> object:
     return config.engine.name if key == "engine" else getattr(getattr(config, section), name)
 
 
-def _on_more(job: Job, more: int) -> tuple[Job | None, list[str]]:
-    """``job`` with ``more`` times the GPUs in each CP group, and its overrides.
+def _with_fewer(job: Job) -> Iterator[tuple[Job, list[str]]]:
+    """``job``, then with ever fewer samples in a micro-batch, as many in a step; and overrides."""
+    yield job, []
+    config, batch, names = job.config, job.config.batch_over(job.dp), []
+    if config.train.global_batch_size is None:
+        names.append(f"train.global_batch_size={batch}")
+    if config.train.gradient_accumulation_steps not in (None, 1):
+        names.append("train.gradient_accumulation_steps=null")
+    train = dataclasses.replace(
+        config.train, global_batch_size=batch, gradient_accumulation_steps=None
+    )
+    while (tokens := config.fewer_tokens(batch, job.dp)) is not None:
+        data = dataclasses.replace(config.data, tokens_per_rank=tokens)
+        config = dataclasses.replace(config, data=data, train=train)
+        ends = [end for end in job.cu_seqlens if end <= tokens * config.parallel.cp]
+        made = dataclasses.replace(job, config=config, cu_seqlens=ends)
+        yield made, [f"data.tokens_per_rank={tokens}", *names]
 
-    None if a CP group does not fit on a host, or hosts would not have whole groups.
+
+def _on_more(job: Job) -> Iterator[tuple[Job, list[str]]]:
+    """``job`` with 2, 4 and 8 times the GPUs in each CP group, and its overrides.
+
+    A CP group shares the same samples. It must fit on a host, and a host must have whole groups.
     """
-    if more == 1:
-        return job, []
-    config, cp = job.config, job.config.parallel.cp * more
-    gpus = job.gpus * more
-    if cp > job.per_host or min(gpus, job.per_host) % cp:
-        return None, []
-    parallel = dataclasses.replace(config.parallel, cp=cp)
-    config = dataclasses.replace(config, parallel=parallel)
-    wider = dataclasses.replace(job, config=config, gpus=gpus)
-    return wider, [f"parallel.cp={cp} on {gpus} GPUs"]
+    config = job.config
+    for more in (2, 4, 8):
+        cp, gpus = config.parallel.cp * more, job.gpus * more
+        tokens, rest = config.data.tokens_per_rank, 0
+        if tokens is not None:
+            tokens, rest = divmod(tokens, more)
+        if rest or cp > job.per_host or min(gpus, job.per_host) % cp:
+            continue
+        names = [f"parallel.cp={cp} on {gpus} GPUs"]
+        names += [] if tokens is None else [f"data.tokens_per_rank={tokens}"]
+        wider = dataclasses.replace(
+            config,
+            parallel=dataclasses.replace(config.parallel, cp=cp),
+            data=dataclasses.replace(config.data, tokens_per_rank=tokens),
+        )
+        yield dataclasses.replace(job, config=wider, gpus=gpus), names
 
 
 def _gb(n_bytes: float) -> str:

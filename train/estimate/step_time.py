@@ -53,7 +53,7 @@ def estimate_time(job: Job) -> StepTime:
     job.require_predictable()
     _require_long(job.cu_seqlens)
     config, hardware, memory = job.config, job.config.hardware, job.config.memory
-    model, samples = config.model, job.samples
+    model, samples = config.model, job.micro_batches
     pairs = sum(job.plan.work_per_rank) * model.n_layers * samples * job.dp
     tokens = job.plan.total_tokens * samples * job.dp
     flops = step_flops(model, memory, job.rows, tokens, pairs)
@@ -127,8 +127,8 @@ def _exposed(job: Job, hardware: HardwareConfig, total: int, embedding: int, bus
     if engine.name == "ddp":
         return max(0.0, 2 * _collective(job, hardware, FULL * total, job.gpus) - 2 / 3 * busy)
     gathered = HALF * (total - embedding) + FULL * embedding
-    reductions = 1 if engine.reduce == "step" else job.samples
-    seconds = 2 * job.samples * _collective(job, hardware, gathered, job.sharded_over)
+    reductions = 1 if engine.reduce == "step" else job.micro_batches
+    seconds = 2 * job.micro_batches * _collective(job, hardware, gathered, job.sharded_over)
     seconds += reductions * _collective(job, hardware, FULL * total, job.sharded_over)
     if job.sharded_over < job.gpus:  # HSDP: hosts all-reduce the shards once per step
         shard = FULL * total / job.sharded_over
@@ -153,5 +153,5 @@ def _exposed_offload(job: Job, hardware: HardwareConfig, busy: float) -> float:
 
     A quarter of the computation hides the copies out, half of it the copies back.
     """
-    one_way = offloaded_bytes(job) * job.samples / (hardware.host_link_gb_s * 1e9)
+    one_way = offloaded_bytes(job) * job.micro_batches / (hardware.host_link_gb_s * 1e9)
     return max(0.0, one_way - busy / 4) + max(0.0, one_way - busy / 2)

@@ -31,4 +31,6 @@ def introduction(
         f"{len(corpus.held_out):,} held out; run folder {folder.path}"
     )
     size = f"{state.batch} x {config.data.seq_len:,} tokens a step"
+    if config.data.tokens_per_rank is not None:
+        size += f", {config.data.tokens_per_rank:,} of each rank at once"
     yield f"{size}; {describe(config.optim, config.train.steps)}"

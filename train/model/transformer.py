@@ -335,7 +335,7 @@ def build_model(
             config.memory,
             attention=config.train.attention,
             residual=getattr(torch, config.train.residual),
-            tokens=-(-config.data.seq_len // config.parallel.cp),
+            tokens=-(-config.samples_at_once() * config.data.seq_len // config.parallel.cp),
             compile=compiles(config, device.type == "cuda"),
             group=cp_group,
             layout=config.parallel.layout,

@@ -124,9 +124,15 @@ def memory_advice(config: Config) -> str:
     Those of ``memory`` are valid together. The number of processes comes from torchrun's
     environment. Values that a run may not change when it continues are listed separately.
     """
-    if config.mode == "verify":  # with cp 1, a process holds a whole sample
-        return f"-- out of memory; shorten the samples: verify.seq_len={config.data.seq_len // 2}"
     ways: dict[str, str] = {}
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    dp = max(1, world // config.parallel.cp)
+    if (tokens := config.fewer_tokens(config.batch_over(dp), dp)) is not None:
+        ways["data.tokens_per_rank"] = str(tokens)
+    if config.mode == "verify":  # with cp 1, a process holds a whole sample
+        ways["verify.seq_len"] = str(config.data.seq_len // 2)
+        shorter = " ".join(f"{key}={value}" for key, value in ways.items())
+        return f"-- out of memory; shorten the samples: {shorter}"
     memory = config.memory
     rows = config.model.vocab_size
     if rows is None and config.data.tokenizer is None:  # else only the tokenizer's file has it
@@ -138,7 +144,7 @@ def memory_advice(config: Config) -> str:
     narrow = compute_dtype(config.train.precision, device) != torch.float32
     if config.train.residual == "float32" and narrow:
         ways["train.residual"] = "bfloat16"
-    if config.engine.name == "ddp" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if config.engine.name == "ddp" and world > 1:
         ways["engine"] = "fsdp2"
     ring = config.train.attention == "ringfa3"
     if memory.recompute == "none":

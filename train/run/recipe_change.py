@@ -52,7 +52,8 @@ def recipe_changes(config: Config, batch: int, metadata: dict[str, Any]) -> dict
     if before not in (None, batch):
         found["train.global_batch_size"] = Change(
             f"a step has {batch} samples from here on, {before} before",
-            f"keep it with train.global_batch_size={before} (a multiple of the data-parallel size)",
+            f"keep it with train.global_batch_size={before} (a multiple of the samples in a "
+            "micro-batch)",
         )
     return found
 

@@ -19,7 +19,7 @@ LOCK_S = 5.0  # processes of torchrun's previous attempt may still hold the lock
 # changes the batch or the next learning rate is refused by train.run.recipe_change.
 MAY_CHANGE = (
     *("mode", "parallel.", "engine.", "memory.", "run.", "checkpoint.", "guard."),
-    *("data.cache_dir", "data.verify", "train.steps"),
+    *("data.cache_dir", "data.verify", "data.tokens_per_rank", "train.steps"),
     *("train.global_batch_size", "train.gradient_accumulation_steps"),
     *("train.batch_tokens", "train.deterministic", "train.compile", "model.inherit"),
     *("optim.schedule_steps", "optim.decay_steps"),

@@ -83,6 +83,11 @@ class DataConfig:
     token. With ids, a document of unknown origin can contain the end of a document"""
     seq_len: int = key(4096, at_least=2)
     """tokens per sample, over all ranks of its CP group"""
+    tokens_per_rank: int | None = key(None, at_least=1)
+    """tokens of each rank in a micro-batch. A CP group then shares tokens_per_rank x parallel.cp
+    tokens, several whole samples of seq_len tokens, in one plan. null: one sample for each group.
+    The order of the samples does not depend on it. mode=eval and rope read as many samples at once
+    as fit, at least one"""
     max_doc_len: int | None = key(None, at_least=1)
     """largest document length in a sample. Longer documents are cut into slices of this length,
     each of which counts as a document. With null, best_fit cuts at seq_len, and stream only where a

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 
 from train.sections.key import key
 
+ALL = "all"  # as parallel.cp: every process of the job
+
 
 @dataclass
 class ParallelConfig:
     """The processes: their groups, transport, device and threads."""
 
-    cp: int = key(1, at_least=1)
-    """size of a CP group: processes that share one sample by ring attention (context parallelism).
-    It must divide the number of processes; the quotient is the data-parallel size"""
+    cp: int | str = key(1, at_least=1, words=(ALL,))
+    """size of a CP group: processes that share samples by ring attention (context parallelism). It
+    must divide the number of processes; the quotient is the data-parallel size. With all, the whole
+    job is one CP group, whatever its number of processes"""
     layout: str = key("zigzag", choices=("zigzag", "contiguous"))
     """how a sample is sharded over the ranks of its CP group"""
     transport: str = key("auto", choices=("auto", "gloo", "nccl", "symmetric"))

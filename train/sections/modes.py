@@ -107,7 +107,8 @@ class EstimateConfig:
     """``mode=estimate`` predicts memory and the time of a step."""
 
     gpus: int | None = key(None, at_least=1)
-    """GPUs of the job; null is parallel.cp, or the number of processes if that is more"""
+    """GPUs of the job; null is parallel.cp, or the number of processes if that is more. With
+    parallel.cp=all one process needs the key"""
     gpus_per_host: int = key(8, at_least=1)
     """GPUs of a host"""
     document: int | None = key(None, at_least=1)

@@ -53,15 +53,17 @@ class TrainConfig:
     """optimiser steps"""
     global_batch_size: int | None = key(None, at_least=1)
     """global batch size: samples per optimiser step, at any number of processes. It must be a
-    multiple of the data-parallel size. null means gradient_accumulation_steps times that size, or
-    else the samples of batch_tokens"""
+    multiple of the samples in a micro-batch of all ranks: the data-parallel size, times
+    data.tokens_per_rank x parallel.cp / data.seq_len if that is given. null means
+    gradient_accumulation_steps micro-batches, or else the samples of batch_tokens"""
     gradient_accumulation_steps: int | None = key(None, at_least=1)
-    """gradient accumulation: samples per data-parallel rank and optimiser step. It must be null or
-    1 if global_batch_size is given"""
+    """gradient accumulation: micro-batches per optimiser step. A CP group has one sample in a
+    micro-batch, or those of data.tokens_per_rank. It must be null or 1 if global_batch_size is
+    given"""
     batch_tokens: int | None = key(None, at_least=1, shown=BY_SIZE)
     """tokens per optimiser step, if global_batch_size and gradient_accumulation_steps are null: the
-    nearest number of samples that is a multiple of the data-parallel size. 2^19 for 125m and 1b,
-    2^22 for 8b, null for tiny: a sample of each data-parallel rank"""
+    nearest number of micro-batches, at least one. 2^19 for 125m and 1b, 2^22 for 8b, null for tiny:
+    one micro-batch"""
     precision: str = key("auto", choices=("auto", "float32", "bfloat16"))
     """dtype of matrix products and attention; weights are always float32. auto is bfloat16 on CUDA
     and float32 on the CPU"""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.table import Table
 from train.config import Config
 from train.console import LineConsole
 from train.data.mixture import training_samples
+from train.data.samples import concatenate
 from train.data.shards import Corpus
 from train.data.tokenizer import load_tokenizer, vocabulary_size
 from train.estimate.job import Job, UnpredictableError
@@ -56,7 +56,7 @@ def run(config: Config, gpus: int) -> bool:
 
 
 def before_run(config: Config, corpus: Corpus, device: torch.device) -> Prediction | None:
-    """The prediction of a run on GPUs, from its first sample and this machine's memory.
+    """The prediction of a run on GPUs, from its first micro-batch and this machine's memory.
 
     None for a job that cannot be predicted; rank 0 then prints the reason. Raises ``ConfigError``
     if the run does not fit.
@@ -65,7 +65,8 @@ def before_run(config: Config, corpus: Corpus, device: torch.device) -> Predicti
     samples = training_samples(corpus.train, config.data, config.train.seed)
     rows = config.model.rows(vocabulary_size(corpus.tokenizer))
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    job = Job(config, world, per_host, rows, samples[0].cu_seqlens, here=True)
+    first = concatenate([samples[n] for n in range(config.samples_at_once())])
+    job = Job(config, world, per_host, rows, first.cu_seqlens, here=True)
     total = torch.cuda.get_device_properties(device).total_memory
     try:
         return require_fit(job, limits_of(job, total))
@@ -176,9 +177,13 @@ def _rows(config: Config) -> int:
 
 
 def _documents(config: Config) -> list[int]:
-    """Bounds of a sample's documents; all but the last have ``estimate.document`` tokens."""
-    data = config.data
-    length = config.estimate.document or data.longest_document()
-    bounds = [*range(0, data.seq_len, length), data.seq_len]
-    assert all(start < stop for start, stop in pairwise(bounds))
-    return bounds
+    """Bounds of the documents in a micro-batch of a CP group.
+
+    All but the last document of a sample have ``estimate.document`` tokens.
+    """
+    seq_len, total = config.data.seq_len, config.samples_at_once() * config.data.seq_len
+    length = config.estimate.document or config.data.longest_document()
+    starts = [
+        n for first in range(0, total, seq_len) for n in range(first, first + seq_len, length)
+    ]
+    return [*starts, total]

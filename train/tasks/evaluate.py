@@ -106,10 +106,11 @@ def evaluate(
 
     ``losses_of`` is a model or an engine's ``evaluate``. Documents are read in windows of
     ``data.max_doc_len`` tokens (``data.seq_len`` if it is null), as in training, or of ``length``.
+    A CP group reads as many tokens at once as in training.
     Every rank must call this, calls ``losses_of`` equally often, and gets the same totals. With
     ``window_size`` (0, 0) each token attends only to itself.
     """
-    seq_len = config.data.seq_len
+    seq_len, at_once = config.data.seq_len, config.samples_at_once()
     chosen = evaluation_documents(documents, budget)
     by_source = [
         [document for document in chosen if first <= document < stop]
@@ -120,7 +121,7 @@ def evaluate(
     samples = [
         (source, slices)
         for source, numbers in enumerate(by_source)
-        for slices in evaluation_samples(documents, numbers, seq_len, window)
+        for slices in evaluation_samples(documents, numbers, at_once * seq_len, window)
     ]
     # In the last round some ranks may have no sample left. They repeat one and do not count it.
     rounds = math.ceil(len(samples) / parallel.dp)

@@ -114,7 +114,8 @@ class Sweep:
         config.run.dir = str(folder)
         finished = self._is_finished(folder, config)
         if not finished:
-            check(config, world=config.sweep.nproc_per_node or 1)
+            world = config.sweep.nproc_per_node or 1
+            check(config.on(world), world)
             # Imports torch, which takes seconds: an invalid sweep ends without it.
             from train.engine.parallel import choose_device
 

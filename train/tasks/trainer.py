@@ -16,7 +16,7 @@ from train.config import Config
 from train.console import LineConsole
 from train.data.batches import Batch, Prefetch, make_batch
 from train.data.mixture import training_samples
-from train.data.samples import Budget
+from train.data.samples import Budget, concatenate
 from train.data.shards import Corpus
 from train.data.tokenizer import vocabulary_size
 from train.engine.checkpoint import Checkpoints
@@ -225,7 +225,7 @@ class Trainer:
                 self.updated = torch.cuda.current_stream().record_event()
             seconds = time.perf_counter() - begin
             state.step += 1
-            state.samples += len(batches) * parallel.dp
+            state.samples += state.batch
             state.seconds += seconds
             record = figures.record(state, lr, seconds, parallel.device)
             cpu_seconds = time.process_time() - cpu_begin
@@ -320,10 +320,12 @@ class Trainer:
 
     def _batches(self, sample: int) -> list[Batch]:
         """This rank's micro-batches of the step whose first sample is number ``sample``."""
-        parallel = self.parallel
-        indices = [sample + m * parallel.dp + parallel.dp_rank for m in range(self.accumulation)]
+        parallel, at_once = self.parallel, self.config.samples_at_once()
+        numbers = [m * parallel.dp + parallel.dp_rank for m in range(self.accumulation)]
+        firsts = [sample + number * at_once for number in numbers]
         sharding = (parallel.cp_group, self.config.parallel.layout, widest(self.config.model))
-        return [make_batch(self.samples[index], *sharding, self.specs) for index in indices]
+        samples = (concatenate([self.samples[x + n] for n in range(at_once)]) for x in firsts)
+        return [make_batch(sample, *sharding, self.specs) for sample in samples]
 
     def _evaluate(
         self,

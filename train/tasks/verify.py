@@ -25,8 +25,8 @@ from torch import Tensor
 from train.config import Config, ConfigError
 from train.console import LineConsole
 from train.data.batches import Batch, make_batch
-from train.data.mixture import Samples, training_samples
-from train.data.samples import IGNORED
+from train.data.mixture import training_samples
+from train.data.samples import IGNORED, Sample, concatenate
 from train.data.shards import Corpus, open_corpus
 from train.data.tokenizer import vocabulary_size
 from train.engine.make_engine import make_engine
@@ -62,9 +62,9 @@ TOLERANCES = {
 class StepResult:
     """A step over all ranks, before its update.
 
-    ``losses`` has the loss of every token of each sample, (T,) float32, on the first rank of the
-    sample's CP group, and empty tensors on the others. ``gradients`` are this rank's shares, on the
-    host; ``groups`` are the process groups that the engine has created.
+    ``losses`` has the loss of every token of each micro-batch of ``parallel.cp``, (T,) float32, on
+    the first rank of its CP group, and empty tensors on the others. ``gradients`` are this rank's
+    shares, on the host; ``groups`` are the process groups that the engine has created.
     """
 
     loss: float
@@ -104,7 +104,7 @@ def run(config: Config) -> NoReturn:
 def comparable(config: Config) -> Config:
     """``config`` with samples of ``verify.seq_len`` tokens and with ``zero_init`` off.
 
-    A CP group has one sample, unless ``train.global_batch_size`` or
+    A CP group has one micro-batch, unless ``train.global_batch_size`` or
     ``train.gradient_accumulation_steps`` gives another number: with ``train.batch_tokens`` shorter
     samples would be more samples.
     """
@@ -126,16 +126,25 @@ def compare(
 
     Returns, on every rank, whether they agree, and the groups that their engines have created.
     """
-    data, cp = config.data, parallel.cp
-    samples = training_samples(corpus.train, data, config.train.seed)
+    cp, at_once = parallel.cp, config.samples_at_once()
+    samples = training_samples(corpus.train, config.data, config.train.seed)
+    firsts = [
+        (number * parallel.dp + parallel.dp_rank) * at_once
+        for number in range(config.accumulation_over(parallel.dp))
+    ]
+    shares = [[samples[first + n] for n in range(at_once)] for first in firsts]
     console.print(f"A step with cp {cp} ...")
-    shared = take_step(config, corpus, parallel, samples, parallel)
+    shared = take_step(config, corpus, parallel, shares, parallel)
     console.print("The same step with cp 1 ...")
-    single = dataclasses.replace(config.parallel, cp=1)
-    config = dataclasses.replace(config, parallel=single)
-    alone = take_step(config, corpus, layout_without_cp(parallel), samples, parallel)
+    single = dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, cp=1),
+        data=dataclasses.replace(config.data, tokens_per_rank=None),
+    )
+    alone = take_step(single, corpus, layout_without_cp(parallel), shares, parallel)
     rows = differences(shared, alone, parallel.device)
-    table = Table("", f"cp {cp}", "cp 1", "difference", "allowed", title=f"{data.seq_len} tokens")
+    title = f"{at_once * config.data.seq_len} tokens"
+    table = Table("", f"cp {cp}", "cp 1", "difference", "allowed", title=title)
     for row in rows:
         table.add_row(row.name, *row.values, f"{row.difference:.1e}", f"{row.allowed:.1e}")
     table.add_row("seconds", f"{shared.seconds:.2f}", f"{alone.seconds:.2f}", "", "")
@@ -221,7 +230,7 @@ def gradient_errors(
 
 
 def layout_without_cp(parallel: ParallelLayout) -> ParallelLayout:
-    """The layout in which each rank of ``parallel`` has a sample of its own."""
+    """The layout in which each rank of ``parallel`` has samples of its own."""
     groups = [dist.new_group([rank]) for rank in range(parallel.world)]
     return dataclasses.replace(parallel, cp=1, cp_group=groups[parallel.rank])
 
@@ -230,35 +239,37 @@ def take_step(
     config: Config,
     corpus: Corpus,
     parallel: ParallelLayout,
-    samples: Samples,
+    shares: list[list[Sample]],
     given: ParallelLayout,
 ) -> StepResult:
-    """Losses and gradients of the first step with the samples of ``given``, under ``parallel``.
+    """Losses and gradients of a step under ``parallel``.
 
-    With cp 1 only the first rank of each CP group of ``given`` counts the group's sample. The other
+    ``shares`` are the samples of this rank's CP group in ``given``, by micro-batch. With cp 1 each
+    sample is a micro-batch, and only the first rank of a CP group of ``given`` counts it. The other
     ranks repeat it without labels, so that all ranks run equally many micro-batches.
     """
     engine = make_engine(config, vocabulary_size(corpus.tokenizer), parallel)
-    first = given.cp_rank == 0
-    batches = []
-    for number in range(config.accumulation_over(given.dp)):
-        sample = samples[number * given.dp + given.dp_rank]
-        sharding = (parallel.cp_group, config.parallel.layout, widest(config.model))
-        batch = make_batch(sample, *sharding)
-        if parallel.cp < given.cp and not first:
-            batch = without_labels(batch)
-        batches.append(batch.to(parallel.device))
+    first, apart = given.cp_rank == 0, parallel.cp < given.cp
+    sharding = (parallel.cp_group, config.parallel.layout, widest(config.model))
+    batches, of_share = [], []  # the second has the number of the share
+    for number, samples in enumerate(shares):
+        for sample in samples if apart else [concatenate(samples)]:
+            batch = make_batch(sample, *sharding)
+            if apart and not first:
+                batch = without_labels(batch)
+            batches.append(batch.to(parallel.device))
+            of_share.append(number)
     begin = time.perf_counter()
     here = sum(batch.n_valid for batch in batches)
     n_valid = sum_over_ranks(parallel, torch.tensor(here, dtype=torch.int64, device="cpu"))
     scale = parallel.world / n_valid.clamp(min=1).float()
     total = torch.zeros((), dtype=torch.float64, device=parallel.device)
-    losses = []
-    for number, batch in enumerate(batches, start=1):
-        local = engine.backward(batch, scale, last=number == len(batches))
+    losses: list[list[Tensor]] = [[] for _ in shares]
+    for number, batch in enumerate(batches):
+        local = engine.backward(batch, scale, last=number == len(batches) - 1)
         total += local.double().sum()
         whole = batch.plan.unshard(local)
-        losses.append(whole if first else whole[:0])
+        losses[of_share[number]].append(whole if first else whole[:0])
     grad_norm = float(engine.grad_norm(float("inf")))
     loss = float(sum_over_ranks(parallel, total)) / max(1, int(n_valid))
     seconds = time.perf_counter() - begin
@@ -268,7 +279,8 @@ def take_step(
     gc.collect()  # a wrapped model refers to itself
     if parallel.device.type == "cuda":
         torch.cuda.empty_cache()
-    return StepResult(loss, grad_norm, losses, gradients, groups, dtype, seconds)
+    of_shares = [torch.cat(parts) for parts in losses]
+    return StepResult(loss, grad_norm, of_shares, gradients, groups, dtype, seconds)
 
 
 def without_labels(batch: Batch) -> Batch:

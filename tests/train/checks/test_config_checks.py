@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,8 @@ from train.checks.config import check
 from train.config import ConfigError, EngineConfig
 from train.keys import get, schema
 from train.sections.data import SourceConfig
+from train.sections.machine import ALL
+from train.tasks.verify import comparable
 
 ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
 
@@ -298,6 +301,58 @@ def test_context_group_must_divide_the_world(config):
     with pytest.raises(ConfigError, match=r"parallel\.cp=4 .* 6; nearest valid: parallel\.cp=3"):
         check(config, world=6)
     check(config, world=8)
+
+
+@pytest.mark.parametrize(
+    ("world", "tokens", "batch", "message"),
+    [
+        (4, 64, None, None),
+        (4, 192, 6, None),
+        (4, 100, None, r"tokens_per_rank=100 gives the 4 ranks .* 400 tokens, .* no whole samples "
+         r"of data\.seq_len=256; nearest valid: data\.tokens_per_rank=128$"),
+        (4, 1, None, r"nearest valid: data\.tokens_per_rank=64 \(or data\.seq_len=4\)$"),
+        (3, 64, None, r"nearest valid: data\.tokens_per_rank=256 \(or data\.seq_len=192\)$"),
+        (4, 192, 4, r"global_batch_size=4 is not a multiple of the 3 samples .*=192 puts in a "
+         r"micro-batch; nearest valid: .*global_batch_size=3 \(or data\.tokens_per_rank=128\)$"),
+        (8, 32, 3, None),
+        (8, 96, 1, r"nearest valid: train\.global_batch_size=3 \(or data\.tokens_per_rank=32\)$"),
+    ],
+)  # fmt: skip
+def test_tokens_of_a_rank_must_be_whole_samples_of_the_group(config, world, tokens, batch, message):
+    """Each remedy passes; samples have 256 tokens."""
+    config.parallel.cp, config.data.tokens_per_rank = ALL, tokens
+    config.train.global_batch_size = batch
+    if message is None:
+        check(config.on(world), world)
+        return
+    with pytest.raises(ConfigError, match=message) as raised:
+        check(config.on(world), world)
+    for remedy in re.findall(r"(?:valid: |\(or )([\w.]+)=(\d+)", str(raised.value)):
+        section, name = remedy[0].split(".")
+        changed = replace(
+            config, **{section: replace(getattr(config, section), **{name: int(remedy[1])})}
+        )
+        check(changed.on(world), world)
+
+
+def test_verify_checks_the_samples_that_it_takes(config):
+    config.mode, config.parallel.cp, config.data.tokens_per_rank = "verify", 2, 128
+    check(config, world=2)
+    config.verify.seq_len = 60
+    with pytest.raises(ConfigError, match=r"verify\.seq_len=60; nearest valid: .*_per_rank=120"):
+        check(config, world=2)
+    config.verify.seq_len = 64
+    check(config, world=2)
+    assert comparable(config).samples_at_once() == 4
+
+
+def test_modes_that_use_a_run_take_its_tokens_on_any_number_of_ranks(config):
+    """The run had many ranks; one process reads a sample at once."""
+    config.mode, config.parallel.cp, config.data.tokens_per_rank = "eval", ALL, 16
+    for world in (1, 32):
+        here = config.on(world)
+        check(here, world)
+        assert here.samples_at_once() == max(1, world // 16)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import given, settings
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from train.data.samples import (
     IGNORED,
     AtLeast,
+    Sample,
     TrainingSamples,
     choose_documents,
+    concatenate,
     evaluation_documents,
     evaluation_samples,
     pack,
@@ -67,6 +70,24 @@ def test_a_sample_depends_on_seed_and_index_alone(make_documents):
         np.testing.assert_array_equal(again[index].tokens, ahead[index])
     other = TrainingSamples(documents, 32, 40, seed=6)
     assert any((other[i].tokens != ahead[i]).any() for i in range(30))
+
+
+def test_samples_side_by_side_keep_their_documents_labels_and_bytes(make_documents):
+    """Slices of each sample, by ``cu_seqlens``, are those of the samples apart, in order."""
+    samples = TrainingSamples(make_documents([61, 1, 2, 40, 300]), 50, None, seed=0)
+    apart = [samples[n] for n in range(5)]
+    whole = concatenate(apart)
+
+    def slices(sample: Sample) -> list[tuple[list[int], list[int]]]:
+        return [
+            (sample.tokens[start:stop].tolist(), sample.labels[start:stop].tolist())
+            for start, stop in pairwise(sample.cu_seqlens)
+        ]
+
+    assert slices(whole) == [part for sample in apart for part in slices(sample)]
+    assert len(whole.tokens) == whole.cu_seqlens[-1] == 250
+    assert whole.n_bytes == sum(sample.n_bytes for sample in apart) > 0
+    assert concatenate(apart[:1]) is apart[0]
 
 
 def test_epochs_differ_in_order(make_documents):

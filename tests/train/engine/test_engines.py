@@ -288,14 +288,18 @@ def _run_on_two_hosts(group: dist.ProcessGroup, configs: list[Config]) -> list[d
     return _run_all(group, configs)
 
 
-def test_hosts_hold_replicas_of_each_other(config):
+@pytest.mark.parametrize(("cp", "tokens"), [(2, None), pytest.param(4, 203, marks=soak)])
+def test_hosts_hold_replicas_of_each_other(config, cp, tokens):
     """HSDP, 2 x 2 ranks: the steps of ddp within 1e-5; a rank holds half of all, not a quarter.
+
+    Also with one CP group, whose ranks share all samples of a step in one micro-batch.
 
     A checkpoint that only one of the hosts writes is whole: ddp continues from it.
     """
     config.train.steps, config.optim.schedule_steps = 5, 7
+    config.data.tokens_per_rank = tokens
     host = EngineConfig("fsdp2", shard="hsdp")
-    parts = {"parallel": dataclasses.replace(config.parallel, cp=2)}
+    parts = {"parallel": dataclasses.replace(config.parallel, cp=cp)}
     engines = {"ddp": DDP, "all": FSDP2, "host": host}
     configs = [variant(config, name, engine, **parts) for name, engine in engines.items()]
     longer = dataclasses.replace(config.train, steps=7)

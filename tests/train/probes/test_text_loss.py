@@ -46,13 +46,14 @@ def test_the_held_out_loss_is_that_of_the_summary(pretrain, trained_run):
 
 
 def test_the_loss_of_a_text_is_the_same_over_two_ranks(pretrain, trained_run, tmp_path):
-    """A file outside the run's corpus, with cp 2: every bucket to 1e-5."""
+    """A file outside the run's corpus, in one CP group that reads two samples of the run at once:
+    every bucket to 1e-5."""
     text = tmp_path / "tale.txt"
     text.write_text("a long tale of λ rings\n" * 60)
     common = ["mode=eval", f"run.dir={trained_run}", f"eval.path={text}"]
     done = pretrain(*common)
     assert done.returncode == 0, done.stderr
-    run_ranks(2, *common, "eval.name=spread", "parallel.cp=2")
+    run_ranks(2, *common, "eval.name=spread", "parallel.cp=all", "data.tokens_per_rank=200")
     one, two = result(trained_run, "tale"), result(trained_run, "spread")
     assert one["bytes"] == len(text.read_bytes())
     assert one["nats_per_byte"] == pytest.approx(two["nats_per_byte"], rel=1e-5)

@@ -113,6 +113,17 @@ def test_advice_names_a_sharded_engine_to_several_processes_of_ddp(config, monke
     assert "engine" not in memory_advice(config)
 
 
+def test_advice_names_fewer_tokens_of_a_rank_first(config, monkeypatch):
+    """8 ranks share 8 samples of 256 tokens; a step of as many has micro-batches of 4."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config.parallel.cp, config.data.tokens_per_rank = 8, 256
+    assert "in this order try: data.tokens_per_rank=128, " in memory_advice(config)
+    config.mode = "verify"
+    assert memory_advice(config).endswith("data.tokens_per_rank=128 verify.seq_len=128")
+    config.data.tokens_per_rank = 32  # one sample
+    assert "tokens_per_rank" not in memory_advice(config)
+
+
 @pytest.mark.parametrize(
     ("attention", "recompute", "offload", "n_layers", "advice"),
     [

@@ -14,6 +14,7 @@ from train.config import Config, ConfigError, OptimConfig, TrainConfig
 from train.data.manifest import write_manifest
 from train.run.recipe_change import recipe_changes, require_recipe
 from train.run.schedule import learning_rate
+from train.sections.machine import ALL
 
 
 def saved(config: Config, step: int, batch: int | None = 1) -> dict[str, Any]:
@@ -105,6 +106,22 @@ def test_the_checks_judge_the_newest_checkpoint_before_anything_starts(config):
     check(config, world=1)
     config.run.overwrite, config.checkpoint.resume = True, "never"
     check(config, world=2)
+
+
+def test_one_group_keeps_its_batch_at_another_number_of_ranks_by_name(config):
+    """Four ranks had two samples of 256 tokens in a step; two ranks would have one."""
+    config.parallel.cp, config.data.tokens_per_rank = ALL, 128
+    folder = hold_run(config.on(4))
+    path = folder.checkpoints / "step-00000100"
+    path.mkdir(parents=True)
+    write_manifest(path, saved(config.on(4), 100, config.on(4).batch_over(1)), [])
+    check(config.on(4), world=4)
+    with pytest.raises(ConfigError, match=r"has 1 samples .* keep it with .*global_batch_size=2 "):
+        check(config.on(2), world=2)
+    config.train.global_batch_size = 2
+    check(config.on(2), world=2)
+    config.train.global_batch_size, config.data.tokens_per_rank = None, 256
+    check(config.on(2), world=2)
 
 
 def test_accepted_settings_continue_and_unknown_ones_are_named(config):

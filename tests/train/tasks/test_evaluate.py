@@ -46,6 +46,23 @@ def test_a_uniform_model_costs_log_vocabulary_per_token(config, corpus, max_doc_
     assert filled == pytest.approx([log_vocabulary] * len(filled), rel=1e-6)
 
 
+def test_more_tokens_at_once_are_fewer_forwards_with_the_same_totals(config, corpus):
+    """Within 1e-6."""
+    config.model.zero_init = False
+    model, parallel = model_of(config, corpus)
+    found, calls = [], []
+    for tokens in (None, 3 * config.data.seq_len):
+        config.data.tokens_per_rank = tokens
+        sizes: list[int] = []
+        losses_of = lambda batch: sizes.append(len(batch.tokens)) or model(batch)  # noqa: E731, B023
+        found.append(evaluate(losses_of, corpus.held_out, config, parallel, None))
+        calls.append(sizes)
+    assert max(calls[0]) <= config.data.seq_len < max(calls[1]) <= 3 * config.data.seq_len
+    assert len(calls[1]) <= len(calls[0]) / 2
+    assert found[1].bucket_tokens == found[0].bucket_tokens
+    assert found[1].bucket_losses == pytest.approx(found[0].bucket_losses, rel=1e-6)
+
+
 @pytest.mark.parametrize("dp", [1, 3, 99])
 def test_each_source_has_its_own_nats_per_byte(config, corpus, dp, monkeypatch):
     """Each is that of its source alone (1e-6); the total is their mean by bytes."""

@@ -172,7 +172,7 @@ def test_generated_text_is_that_of_the_weights(pretrain, trained_run):
 
 
 def test_a_prompt_comes_from_stdin_and_samples_differ(pretrain, trained_run):
-    command = ["mode=generate", f"run.dir={trained_run}"]
+    command = ["mode=generate", f"run.dir={trained_run}", "parallel.cp=all"]
     command += ["generate.prompt=-", "generate.samples=2", "generate.tokens=20"]
     done = pretrain(*command, given="every token")
     assert done.returncode == 0, done.stderr

@@ -157,7 +157,7 @@ def test_a_signal_stops_the_job_and_prints_what_is_done(overrides, tmp_path, num
 
 
 def test_every_job_may_run_under_its_own_torchrun(pretrain, overrides, tmp_path):
-    spread = ["sweep.nproc_per_node=2", "parallel.cp=2"]
+    spread = ["sweep.nproc_per_node=2", "parallel.cp=all"]
     done = pretrain(*overrides, *spread, "-m", "train.seed=4")
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "sweep" / "run" / "summary.json").read_text())

@@ -177,7 +177,7 @@ def test_a_step_wrong_on_one_rank_is_skipped_on_all(config):
 
 
 def test_the_introduction_says_what_min_len_leaves_out(config, capsys):
-    config.data.min_len = 200
+    config.data.min_len, config.data.tokens_per_rank = 200, 1024
     trainer = make_trainer(config)
     for line in introduction(
         config, trainer.corpus, trainer.state, trainer.parallel, trainer.folder
@@ -187,7 +187,9 @@ def test_the_introduction_says_what_min_len_leaves_out(config, capsys):
     lengths = trainer.corpus.train.lengths
     short = int((lengths < 200).sum())
     assert 0 < short < len(lengths)
-    assert f"tokens, {short} below data.min_len=200 left out, " in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"tokens, {short} below data.min_len=200 left out, " in output
+    assert "\n4 x 256 tokens a step, 1,024 of each rank at once; " in output
 
 
 def test_a_run_that_continues_with_another_batch_says_so(config):

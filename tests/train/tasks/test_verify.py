@@ -183,6 +183,7 @@ def test_gradients_are_compared_under_every_engine(config: Config, engine: Engin
         2,
     )
     config.engine, config.model.windows = engine, WINDOWS
+    config.parallel.cp, config.data.tokens_per_rank = 2, 300  # two samples in a micro-batch
     open_corpus(config.data)
     results, _ = sacrifice(2, 60, _compare_all, config, ["none", "dK"], limit=100)
     assert {bug: same for bug, (same, _) in results.items()} == {"none": True, "dK": False}
@@ -192,7 +193,7 @@ def test_gradients_are_compared_under_every_engine(config: Config, engine: Engin
 def test_a_job_verifies_itself(pretrain, overrides, tmp_path):
     """Exit code 0, a table, and no run folder."""
     folder = tmp_path / "run"
-    done = pretrain(*overrides, f"run.dir={folder}", "mode=verify", "parallel.cp=2", processes=2)
+    done = pretrain(*overrides, f"run.dir={folder}", "mode=verify", "parallel.cp=all", processes=2)
     assert done.returncode == 0, done.stderr
     assert "parallel.cp=2 matches parallel.cp=1" in done.stdout
     assert "gradient norm" in done.stdout

@@ -1,0 +1,78 @@
+"""Hosts: which ranks of a context-parallel group share one, and so NVLink."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import SupportsIndex, TypeAlias
+
+import torch.distributed as dist
+
+from ringfa3.validation import whole_number, whole_numbers
+
+VARIABLE = "RINGFA3_HOSTS"
+Hosts: TypeAlias = "SupportsIndex | Sequence[int] | None"
+
+
+def find_hosts(hosts: Hosts, world: int, group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """(world,) the number of each rank's host, from 0 in the order of ranks.
+
+    Args:
+        hosts: as in `plan_context`.
+        world: ranks of the CP group.
+        group: its process group, None if the plan is made from (rank, world).
+
+    Raises ValueError, TypeError: `hosts` or RINGFA3_HOSTS does not fit the group.
+    """
+    if isinstance(hosts, SupportsIndex):
+        return _equal("hosts", whole_number("hosts", hosts), world)
+    if hosts is not None:
+        numbers = whole_numbers("hosts", hosts)
+        if len(numbers) != world:
+            raise ValueError(
+                f"hosts has {len(numbers)} ranks, the group {world}: give each rank's host"
+            )
+        return _numbered(numbers)
+    if faked := os.environ.get(VARIABLE):
+        job = world if group is None else dist.get_world_size()
+        of_rank = _equal(VARIABLE, int(faked) if faked.isdecimal() else faked, job)
+    elif group is None or not (per_host := _processes_per_host()):
+        return (0,) * world
+    else:
+        of_rank = tuple(rank // per_host for rank in range(dist.get_world_size()))
+    if group is None:
+        return of_rank
+    return _numbered([of_rank[rank] for rank in dist.get_process_group_ranks(group)])
+
+
+def _numbered(hosts: Sequence[int]) -> tuple[int, ...]:
+    """The same hosts, numbered from 0 in the order in which they occur."""
+    number = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
+    return tuple(number[host] for host in hosts)
+
+
+def _equal(name: str, hosts: int | str, world: int) -> tuple[int, ...]:
+    """So many hosts with equally many ranks each, in order."""
+    if isinstance(hosts, str) or hosts < 1 or world % hosts:
+        raise ValueError(
+            f"{name}={hosts}: it must divide {world} ranks; or give hosts=(...), one for each rank"
+        )
+    return tuple(rank * hosts // world for rank in range(world))
+
+
+def _processes_per_host() -> int:
+    """As torchrun and train/slurm.py say, if each host has as many; else 0."""
+    names = "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE"
+    per_host, hosts, world = (int(os.environ.get(name, "0")) for name in names)
+    return per_host if per_host * hosts == world != 0 else 0
+
+
+def warn_of_hosts(hosts: tuple[int, ...], group: dist.ProcessGroup) -> None:
+    """Warns if a plan that was made for other hosts runs in this process group."""
+    if hosts != (found := find_hosts(None, len(hosts), group)):
+        warnings.warn(
+            f"a plan for hosts={hosts} runs on hosts {found}, so more K/V than needed crosses "
+            f"between hosts: give plan_context(..., hosts={found})",
+            stacklevel=4,
+        )

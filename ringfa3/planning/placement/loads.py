@@ -1,0 +1,79 @@
+"""`Loads`: the chunks of each rank, their work, and the tokens that it still takes."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+
+from ringfa3.planning.placement.costs import Cost, Ints
+
+ONE = 1 << 20  # a rank's mean work
+Chunk: TypeAlias = tuple[int, int, int]  # document, position, length
+
+# Price, as work, of K/V rows that a new cut sends: as many rows as a rank's tokens cost so much
+# inside a host, and between hosts.
+ROWS, ROWS_ABROAD = ONE // 64, ONE // 64
+
+
+def price_of_rows(hosts: Ints) -> int:
+    """Of as many rows as a rank has tokens, between ranks of these hosts."""
+    return ROWS if (hosts == hosts[0]).all() else ROWS_ABROAD
+
+
+class Loads:
+    """Chunks on ranks. All work is relative: ONE is the mean of the ranks.
+
+    lengths  (documents,) tokens
+    quota    (world,) tokens that each rank gets in the end
+    work     (documents,) of whole documents
+    load     (world,) work of a rank's chunks
+    room     (world,) tokens that it lacks; negative if it has too many
+    chunks   of each rank
+    """
+
+    def __init__(self, lengths: Ints, quota: Ints, cost: Cost) -> None:
+        self.lengths, self.quota, self._cost = lengths, quota, cost
+        whole = cost(np.arange(len(lengths)), np.zeros_like(lengths), lengths)
+        total = int(whole.sum())
+        self._unit = max(total >> 30, 1)  # products with ONE and the world stay below 2^63
+        self._total = max(total // self._unit, 1)
+        self.work = self._relative(whole)
+        self.load = np.zeros_like(quota)
+        self.room = quota.copy()
+        self.chunks: list[list[Chunk]] = [[] for _ in quota]
+
+    def _relative(self, work: Ints) -> Ints:
+        relative: Ints = work // self._unit * (ONE * len(self.quota)) // self._total
+        return relative
+
+    def work_of(self, document: Ints, position: Ints, length: Ints) -> Ints:
+        """Work of chunks; it broadcasts."""
+        return self._relative(self._cost(document, position, length))
+
+    def add_whole(self, rank: int, document: int) -> None:
+        tokens = int(self.lengths[document])
+        self.chunks[rank].append((document, 0, tokens))
+        self.load[rank] += self.work[document]
+        self.room[rank] -= tokens
+
+    def add(self, rank: int, chunk: Chunk) -> None:
+        """Adds a chunk to a rank; no empty one."""
+        if chunk[2]:
+            self.chunks[rank].append(chunk)
+            self._count(rank, chunk, 1)
+
+    def remove(self, rank: int, index: int) -> Chunk:
+        """Takes a rank's chunk of this number from it."""
+        chunk = self.chunks[rank].pop(index)
+        self._count(rank, chunk, -1)
+        return chunk
+
+    def _count(self, rank: int, chunk: Chunk, sign: int) -> None:
+        self.load[rank] += sign * int(self.work_of(*(np.array(x) for x in chunk)))
+        self.room[rank] -= sign * chunk[2]
+
+    def table(self, rank: int) -> tuple[Ints, Ints, Ints]:
+        """(documents, positions, lengths) of a rank's chunks."""
+        document, position, length = np.array(self.chunks[rank], np.int64).reshape(-1, 3).T
+        return document, position, length
