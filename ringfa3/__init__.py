@@ -9,9 +9,11 @@ from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.ring import row_messages as _row_messages  # noqa: F401  plans move rows by it
 from ringfa3.ring.connect import connect
 from ringfa3.ring.op import ring_attn_func
+from ringfa3.symmetric.kernel_spec import KernelSpec
 
 __all__ = [
     "ContextPlan",
+    "KernelSpec",
     "Mask",
     "RingError",
     "RingFA3Attention",

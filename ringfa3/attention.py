@@ -25,6 +25,7 @@ from ringfa3.planning.context_plan import (
 from ringfa3.planning.process_groups import Group, resolve_group
 from ringfa3.ring.op import ring_attn_func
 from ringfa3.ring.prepare_call import bind_to_group, default_group, raise_on_all_ranks
+from ringfa3.symmetric.kernel_spec import KernelSpec
 from ringfa3.validation import (
     LAYOUTS,
     TRANSPORTS,
@@ -157,6 +158,26 @@ class RingFA3Attention(nn.Module):
         return (
             f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"causal={self.causal}, window_size={self.window_size}, layout={self.layout!r}"
+        )
+
+    def kernel_spec(
+        self, dtype: torch.dtype = torch.bfloat16, num_sms: int = KernelSpec.num_sms
+    ) -> KernelSpec:
+        """The calls of this layer, for `plan_context(..., prepare=[spec])`.
+
+        Args:
+            dtype: of q, k and v, bfloat16 or float16.
+            num_sms: SMs of the GPU.
+
+        Raises ValueError: the layer computes in 8 bits, which has nothing to prepare.
+        """
+        if self.precision != "native":
+            raise ValueError(
+                f"precision is {self.precision!r}: only calls in 'native' can be prepared"
+            )
+        settings = self.softmax_scale, self.deterministic
+        return KernelSpec(
+            self.num_heads, self.num_kv_heads, self.head_dim, dtype, num_sms, *settings
         )
 
     def forward(

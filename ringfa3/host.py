@@ -6,8 +6,9 @@ ones of equal shapes, strides, settings and streams run it as a program. Python 
 unusual: CUDA graph capture, tensor subclasses, float64, 8 bits. With a sink a call begins in
 Python, and programs run its ops.
 
-Of rings the library has the autograd, and over peers' memory it runs their programs, each after
-Python has counted the call: see `ringfa3.symmetric.ring_program`.
+Of rings the library has the autograd. It runs programs of plans for one rank, and over peers'
+memory those of several ranks, each after Python has counted the call: see
+`ringfa3.symmetric.ring_program`.
 
 RINGFA3_HOST, or `select`, chooses what starts calls: "cpp" or "python".
 """
@@ -19,7 +20,8 @@ import importlib.machinery
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,16 +30,21 @@ import torch
 from ringfa3.build.host_library import MODULE, ensure_host_library
 from ringfa3.custom_op import on_hook_change, run_with
 from ringfa3.errors import BuildError
+from ringfa3.kernels import dispatch
 from ringfa3.kernels.dispatch import log_once
-from ringfa3.kernels.schedule import build
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import ScheduleError
+from ringfa3.pass_interface import HostCode, LocalPass
 from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.tiling import Plan
+from ringfa3.schedules.link import code_of, link, signature_of
+from ringfa3.schedules.schedule import build
 from ringfa3.validation import check_choice
 
 ENVIRONMENT = "RINGFA3_HOST"
 HOSTS = ("python", "cpp")
 DEFAULT = "cpp"
+MAX_PROGRAMS = 64  # of a plan for one rank; beyond that all are forgotten
 RINGS = "ring_attention", "ring_attention_backward"
 INPUTS = {"attention": slice(0, 4), "attention_backward": slice(0, 8)}  # arguments with data
 
@@ -104,6 +111,48 @@ def counts() -> dict[str, int]:
     return {} if _library is None else dict(_library.counts())
 
 
+class ProgramPass(LocalPass):
+    """`LocalPass` by programs of the C++ launcher, which knows a call by its arguments from the
+    second one on: Python has no part in it then."""
+
+    def __init__(self, plan: ContextPlan, pass_type: str) -> None:
+        super().__init__(plan, pass_type)
+        self._plan = plan
+
+    def run_schedule(
+        self,
+        k: torch.Tensor,
+        inputs: tuple[torch.Tensor | None, ...],
+        settings: Hashable,
+        code: HostCode,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """As `RingPass.run_schedule`. Python runs captures, and calls that the library leaves to
+        it."""
+        found = library()
+        if found is None or not found.ring_wanted():
+            return None
+        if dispatch.unit_for("forward", k) is None:  # the PyTorch fallback
+            return None
+        known = _programs.setdefault(self._plan.hops, {})
+        stream = CurrentStream.of(k.device)
+        layout = signature_of(self._pass_type, inputs, settings)
+        signature = layout, stream.id
+        if signature not in known:
+            if len(known) >= MAX_PROGRAMS:
+                known.clear()
+            made = code_of(self._plan, layout, inputs, code)
+            known[signature] = None if made is None else link(found, made, stream)
+        program = known[signature]
+        if program is None:
+            return None
+        found.keep_local(program)
+        return tuple(found.run(program, inputs, stream.handle, (0, 0, 0)))
+
+
+# Of plans for one rank, by signature and stream; None: Python runs such calls.
+_programs: weakref.WeakKeyDictionary[Plan, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
 def load(path: Path) -> Any:
     """The library as a module."""
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
@@ -134,6 +183,7 @@ def stop() -> None:
         _library.stop()
         for name in (*INPUTS, *RINGS):  # PyTorch remembers which keys had kernels
             getattr(torch.ops.ringfa3, name).default._dispatch_cache.clear()
+    _programs.clear()
     _library = _selected = None
 
 
@@ -172,12 +222,12 @@ def _build(name: str, kernel: Callable[..., Any], arguments: tuple[Any, ...]) ->
         results: tuple[torch.Tensor, ...] = kernel(*symbolic, *arguments[part.stop :])
         return results
 
+    stream = CurrentStream.of(inputs[0].device)
     try:
-        program = build(inputs, code).program(_library)
+        program = link(_library, build(inputs, code).code(), stream)
     except ScheduleError:
         _library.decline()
         return kernel(*arguments)
-    stream = CurrentStream.of(inputs[0].device)
     results = _library.run(program, inputs, stream.handle, (0, 0, 0))
     _library.keep(program)
     if name == "attention_backward" and len(results) == 3:  # an empty dsink

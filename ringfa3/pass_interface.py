@@ -151,8 +151,14 @@ class LocalPass:
         """pass_type: "forward" or "backward"."""
         self._pass_type, self.hops = pass_type, plan.hops
 
-    def run_schedule(self, *_: object) -> None:
-        """As `RingPass.run_schedule`: the C++ launcher runs the op itself, before Python."""
+    def run_schedule(
+        self,
+        k: torch.Tensor,
+        inputs: tuple[torch.Tensor | None, ...],
+        settings: Hashable,
+        code: HostCode,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """As `RingPass.run_schedule`: there is none."""
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`."""

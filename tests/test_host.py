@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func, host
 from ringfa3.kernels.backward import PreprocessArgs
-from ringfa3.kernels.schedule import DTYPES, POINTER, ZERO
+from ringfa3.schedules.schedule import DTYPES
+from ringfa3.schedules.steps import POINTER, ZERO
 from tests.support.both_hosts import in_threads
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import Outcome, Shape, call, equal

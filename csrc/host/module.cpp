@@ -112,18 +112,29 @@ PyObject* run(PyObject*, PyObject* args) {
 // Whether the ring call that this thread runs may be kept.
 PyObject* ring_wanted(PyObject*, PyObject*) { return PyBool_FromLong(wanted_ring.has_value()); }
 
-// keep_ring(call: ReplayableCall), for the ring call that this thread runs
-PyObject* keep_ring(PyObject*, PyObject* call) {
-  HANDLE_TH_ERRORS
+PyObject* keep_ring_call(std::shared_ptr<ReplayableCall> call) {
   TORCH_CHECK(wanted_ring, "no ring call of this thread may be kept");
-  auto made = std::make_shared<PythonCall>(call);
   Key key = std::move(*wanted_ring);
   wanted_ring.reset();
   {
     WithoutGil const released;
-    host().ring_calls.put(std::move(key), std::move(made));
+    host().ring_calls.put(std::move(key), std::move(call));
   }
   Py_RETURN_NONE;
+}
+
+// keep_ring(call: ReplayableCall), for the ring call that this thread runs
+PyObject* keep_ring(PyObject*, PyObject* call) {
+  HANDLE_TH_ERRORS
+  return keep_ring_call(std::make_shared<PythonCall>(call));
+  END_HANDLE_TH_ERRORS
+}
+
+// keep_local(program), as long as Python holds it, for the ring call that this thread runs
+PyObject* keep_local(PyObject*, PyObject* capsule) {
+  HANDLE_TH_ERRORS
+  auto const held = held_program(capsule);
+  return held ? keep_ring_call(std::make_shared<LocalCall>(held)) : nullptr;
   END_HANDLE_TH_ERRORS
 }
 
@@ -334,6 +345,7 @@ PyMethodDef methods[] = {
     {"enable", enable, METH_VARARGS, nullptr},
     {"ring_wanted", ring_wanted, METH_NOARGS, nullptr},
     {"keep_ring", keep_ring, METH_O, nullptr},
+    {"keep_local", keep_local, METH_O, nullptr},
     {"observe", observe, METH_O, nullptr},
     {"clear", clear, METH_NOARGS, nullptr},
     {"counts", counts, METH_NOARGS, nullptr},

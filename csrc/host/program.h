@@ -1,4 +1,4 @@
-// What a call does, as ringfa3/kernels/schedule.py says it: buffers to allocate, then launches,
+// What a call does, as ringfa3/schedules/steps.py says it: buffers to allocate, then launches,
 // tensor operations and, in a ring, calls of the driver. Tensors have numbers: a call's inputs
 // first, then the program's buffers; its tables, from -1 down.
 #pragma once

@@ -1,4 +1,4 @@
-// Makes programs of the words of ringfa3/kernels/schedule.py.
+// Makes programs of the words of ringfa3/schedules/steps.py.
 #pragma once
 
 #include <pybind11/pybind11.h>

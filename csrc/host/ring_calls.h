@@ -1,5 +1,5 @@
-// Ring calls that replay a program, by their keys. Python begins each: ReplayableCall of
-// ringfa3/symmetric/ring_program.py.
+// Ring calls that replay a program, by their keys. Python begins those of several ranks:
+// ReplayableCall of ringfa3/symmetric/ring_program.py.
 #pragma once
 
 #include <memory>
@@ -22,7 +22,6 @@ struct Begun {
   Waits waits;
 };
 
-// An object of Python.
 class ReplayableCall {
  public:
   virtual ~ReplayableCall() = default;
@@ -34,6 +33,24 @@ class ReplayableCall {
   // Tell the other ranks; the first one throws what Python raises.
   virtual void refused(std::string const& name, int status) = 0;
   virtual void failed(bool memory, std::string const& text) = 0;
+};
+
+// A call of a plan for one rank: nobody else takes part. Its program lives as long as the plan.
+class LocalCall : public ReplayableCall {
+ public:
+  explicit LocalCall(std::weak_ptr<Program const> program) : program_(std::move(program)) {}
+
+  std::optional<Begun> begin(at::Tensor const&) override {
+    auto program = program_.lock();
+    if (!program) return std::nullopt;
+    return Begun{std::move(program), {}};
+  }
+  void returned(at::Tensor const&) override {}
+  void refused(std::string const&, int) override {}
+  void failed(bool, std::string const&) override {}
+
+ private:
+  std::weak_ptr<Program const> const program_;
 };
 
 // Freeing a call takes the GIL: none is freed under the mutex.

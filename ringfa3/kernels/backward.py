@@ -23,7 +23,7 @@ from ringfa3.kernels.launch import (
     tma_addressable,
 )
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.uploads import Uploads, upload
+from ringfa3.kernels.uploads import Packed, Uploads
 from ringfa3.planning.tile_schedule import TileSchedule, Tiling, concat_ranges
 from ringfa3.planning.tiling import Plan
 from ringfa3.planning.work_split import SHARED, split_work
@@ -135,7 +135,7 @@ class BackwardPass:
             schedule,
             stream,
             (unit, split, self.num_ctas),
-            lambda: Tables.of(plan, unit, deterministic, split, self.num_ctas, device),
+            lambda: HostTables.of(plan, unit, deterministic, split, self.num_ctas),
         )
         count = self._tables.num_blocks
         rows = heads * count * unit.tile_m
@@ -313,7 +313,7 @@ class HopTables(NamedTuple):
     without_work  whether some tiles have no work unit
     """
 
-    addresses: tuple[int, int, int]
+    addresses: tuple[int, ...]
     num_work_units: int
     shared: bool
     without_work: bool
@@ -326,22 +326,24 @@ class Tables(NamedTuple):
     hops    by hop and number of KV heads
     """
 
-    memory: torch.Tensor
+    memory: torch.Tensor | None
     blocks: int
+    num_blocks: int
+    hops: dict[tuple[int, int], HopTables]
+
+
+class HostTables(NamedTuple):
+    """`uploads.HostTables` of a backward; its hops have places in `packed` for addresses."""
+
+    packed: Packed
     num_blocks: int
     hops: dict[tuple[int, int], HopTables]
 
     @classmethod
     def of(
-        cls,
-        plan: Plan,
-        unit: Unit,
-        deterministic: bool,
-        split: Split,
-        num_ctas: int,
-        device: torch.device,
-    ) -> Tables:
-        """Splits the work of all hops, and uploads everything at once."""
+        cls, plan: Plan, unit: Unit, deterministic: bool, split: Split, num_ctas: int
+    ) -> HostTables:
+        """Splits the work of all hops."""
         tilings = plan.backward(unit.tile_n, unit.tile_m, deterministic)
         clusters, blocks = max(1, num_ctas // unit.cluster), grid_blocks(plan, unit.tile_m)
         settings = clusters, unit.head_dim, deterministic
@@ -350,21 +352,29 @@ class Tables(NamedTuple):
             for hop, heads in split.calls(len(tilings))
         }
         both = (y for x in tilings for y in (x.spans, x.earlier))
-        memory, (grid, *found) = upload(device, blocks, *units.values(), *both)
-        of_hops = found[len(units) :]
+        packed = Packed(blocks, *units.values(), *both)
+        of_hops = 1 + len(units)
         hops = {
             (hop, heads): HopTables(
-                (address, of_hops[2 * hop], of_hops[2 * hop + 1]),
+                (number, of_hops + 2 * hop, of_hops + 2 * hop + 1),
                 len(table),
                 bool((table["flags"] & SHARED).any()),
                 len(np.unique(table["row0"])) < len(tilings[hop].tiles),
             )
-            for ((hop, heads), table), address in zip(units.items(), found, strict=False)
+            for number, ((hop, heads), table) in enumerate(units.items(), 1)
         }
-        return cls(memory, grid, len(blocks), hops)
+        return cls(packed, len(blocks), hops)
+
+    def at(self, memory: torch.Tensor | None, begin: int) -> Tables:
+        found = self.packed.addresses(begin)
+        hops = {
+            key: x._replace(addresses=tuple(found[at] for at in x.addresses))
+            for key, x in self.hops.items()
+        }
+        return Tables(memory, found[0], self.num_blocks, hops)
 
 
-_tables: Uploads[Tables] = Uploads()
+_tables: Uploads[Tables] = Uploads("backward")
 
 
 def _schedule(plan: Plan, unit: Unit, deterministic: bool) -> TileSchedule:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from ringfa3.kernels import backward, forward, local_kv, quantised, quantised_reference, reference
+from ringfa3.kernels.symbolic import gpu_elsewhere
 from ringfa3.quantisation.dequantised import FACTOR_COLUMNS, operand_dtype
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.validation import HEAD_DIM_STEP
@@ -157,7 +158,7 @@ def _unit_of_plan(unit: Unit, tokens: int, plan: Plan) -> Unit:
     scores, fewer = (plan.forward_scores(u.tile_m, u.tile_n) for u in (unit, short))
     if not fewer < SHORT_SHARE * scores:
         return unit
-    problem = _build_problem(short)
+    problem = None if gpu_elsewhere() is not None else _build_problem(short)
     if problem is None:
         return short
     log_once(f"short sequences use {unit.name}, which is slower for them: {problem}")
@@ -220,6 +221,8 @@ def fallback_reason(direction: str, q: torch.Tensor, precision: str = "native") 
     its short unit, which the first plan that takes it compiles.
     """
     unit = unit_for(direction, q, precision)
+    if unit is not None and gpu_elsewhere() is not None:
+        return None
     if unit is None:
         where = torch.cuda.get_device_name(q.device) if q.is_cuda else "the CPU"
         return f"no fused kernel for head_dim {q.shape[-1]} on {where}"
@@ -228,6 +231,8 @@ def fallback_reason(direction: str, q: torch.Tensor, precision: str = "native") 
 
 def unit_for(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
     """The unit of a direction for queries like `q` (t, h, d); None: there is no kernel."""
+    if gpu_elsewhere() is not None:
+        return narrowest_unit(direction, q.dtype, q.shape[-1], precision)
     if not q.is_cuda:
         return None
     return _unit_for(direction, q.device, q.dtype, q.shape[-1], precision)
@@ -242,6 +247,7 @@ def _unit_for(
     return narrowest_unit(direction, dtype, head_dim, precision)
 
 
+@lru_cache(None)
 def narrowest_unit(
     direction: str, dtype: torch.dtype, head_dim: int, precision: str = "native"
 ) -> Unit | None:
@@ -260,6 +266,11 @@ def narrowest_unit(
         units = [u for u in units if u.head_dim == head_dim]
     fitting = (u for u in units if u.head_dim >= head_dim)
     return min(fitting, key=lambda u: u.head_dim, default=None)
+
+
+def has_kernels(units: Iterable[Unit]) -> bool:
+    """Whether all of them can be built."""
+    return all(_build_problem(unit) is None for unit in units)
 
 
 @lru_cache(None)

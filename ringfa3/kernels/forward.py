@@ -18,7 +18,8 @@ from ringfa3.kernels.launch import (
     tma_fields,
 )
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.uploads import Counters, Uploads, upload
+from ringfa3.kernels.symbolic import COUNTER, current_builder
+from ringfa3.kernels.uploads import Counters, Packed, Uploads
 from ringfa3.planning.tile_schedule import TileSchedule, Tiling, concat_ranges
 from ringfa3.planning.tiling import Plan
 
@@ -213,12 +214,19 @@ class HopTables(NamedTuple):
 class Tables(NamedTuple):
     """The tables of a tile schedule in device memory."""
 
-    memory: torch.Tensor
+    memory: torch.Tensor | None
     hops: tuple[HopTables, ...]
 
+
+class HostTables(NamedTuple):
+    """`uploads.HostTables` of a tile schedule. last_flags: of each hop, as in `HopTables`."""
+
+    packed: Packed
+    last_flags: tuple[int, ...]
+
     @classmethod
-    def of(cls, schedule: TileSchedule | Tiling, device: torch.device) -> Tables:
-        """Uploads the tables of all hops.
+    def of(cls, schedule: TileSchedule | Tiling) -> HostTables:
+        """The tables of all hops.
 
         Raises ValueError: a tile has spans, and no key to visit in any of them. Its consumers would
         wait for a block that never comes. Plans make no such tile: they give a fully masked
@@ -228,13 +236,16 @@ class Tables(NamedTuple):
         tilings = schedule.tilings()
         for tiling in tilings:
             _check_visits(tiling)
-        memory, found = upload(device, *(y for x in tilings for y in (x.tiles, x.spans)))
-        flags = (int(x.spans["arrival"].max(initial=0)) for x in tilings)
-        return cls(memory, tuple(map(HopTables, found[::2], found[1::2], flags)))
+        flags = tuple(int(x.spans["arrival"].max(initial=0)) for x in tilings)
+        return cls(Packed(*(y for x in tilings for y in (x.tiles, x.spans))), flags)
+
+    def at(self, memory: torch.Tensor | None, begin: int) -> Tables:
+        found = self.packed.addresses(begin)
+        return Tables(memory, tuple(map(HopTables, found[::2], found[1::2], self.last_flags)))
 
 
 def _check_visits(tiling: Tiling) -> None:
-    """Raises ValueError as `Tables.of`."""
+    """Raises ValueError as `HostTables.of`."""
     empty = (tiling.tiles["num_spans"] > 0) & (tiling.visited_columns() == 0)
     if empty.any():
         tile = int(np.flatnonzero(empty)[0])
@@ -248,13 +259,17 @@ def _check_visits(tiling: Tiling) -> None:
 def tables(tiling: Tiling, stream: CurrentStream) -> Tables:
     """The tables of a tiling's schedule on a stream; hold them until the launch is enqueued."""
     schedule = tiling.schedule or tiling
-    return _tables.get(schedule, stream, (), lambda: Tables.of(schedule, stream.device))
+    return _tables.get(schedule, stream, (), lambda: HostTables.of(schedule))
 
 
 def counter(stream: CurrentStream) -> torch.Tensor:
     """The work counter of a launch on a stream; hold it until the launch is enqueued."""
-    return _counters.get(stream)
+    builder = current_builder()
+    if builder is not None:
+        made: torch.Tensor = builder.memory(COUNTER, (1,), torch.int32, stream.device)
+        return made
+    return counters.get(stream)
 
 
-_tables: Uploads[Tables] = Uploads()
-_counters = Counters()
+_tables: Uploads[Tables] = Uploads("forward")
+counters = Counters()

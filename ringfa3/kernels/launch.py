@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 
 from ringfa3.kernels.streams import CurrentStream, on
-from ringfa3.kernels.symbolic import current_builder
+from ringfa3.kernels.symbolic import current_builder, gpu_elsewhere
 
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
@@ -143,7 +143,8 @@ def heads_per_section(bytes_per_head: int, kv_heads: int) -> int:
 
 def num_ctas(device: torch.device) -> int:
     """CTAs of a persistent launch: one per SM."""
-    return _num_sms(device.index)
+    gpu = gpu_elsewhere()
+    return gpu.num_sms if gpu is not None else _num_sms(device.index)
 
 
 @lru_cache(None)

@@ -16,7 +16,7 @@ import torch
 
 from ringfa3.kernels.launch import Tensor3, launch, packer, tma_addressable
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.uploads import Uploaded, Uploads, upload
+from ringfa3.kernels.uploads import Packed, Uploaded, Uploads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.row_exchange import RowIndex
 
@@ -222,16 +222,16 @@ class LocalKVKernels:
     def _positions(self, stream: CurrentStream) -> int:
         """The address of (t,) int32: the published row of each token, -1 for none."""
 
-        def make() -> Uploaded:
+        def make() -> Packed:
             rows = self._exchange.published
             position = np.full(self._tokens, -1, np.int32)
             position[rows] = np.arange(len(rows), dtype=np.int32)
-            return upload(stream.device, position)
+            return Packed(position)
 
         return _uploaded.get(self._exchange, stream, (), make).addresses[0]
 
 
-_uploaded: Uploads[Uploaded] = Uploads()
+_uploaded: Uploads[Uploaded] = Uploads("published rows")
 
 
 def _runs(runs: Sequence[Run]) -> Iterable[int]:

@@ -17,7 +17,7 @@ import torch
 
 from ringfa3.kernels.launch import Tensor3, launch, packer, tma_addressable
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.uploads import Uploaded, Uploads, upload
+from ringfa3.kernels.uploads import Packed, Uploaded, Uploads
 from ringfa3.planning.sharding import whole_sequences
 from ringfa3.planning.tiling import Plan
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
@@ -291,7 +291,7 @@ def _launch_kv(
     count, stream = len(tiles.table), CurrentStream.of(k.device)
     if not count:
         return
-    table = _tables.get(tiles, stream, (), lambda: upload(k.device, tiles.table))
+    table = _tables.get(tiles, stream, (), lambda: Packed(tiles.table))
     (k, k_fields), (v, v_fields) = tma_addressable(k), tma_addressable(v)
     args = _pack_quantise_kv(
         *k_fields,
@@ -307,4 +307,4 @@ def _launch_kv(
     launch(unit, "quantise_kv", args, stream)
 
 
-_tables: Uploads[Uploaded] = Uploads()
+_tables: Uploads[Uploaded] = Uploads("key tiles")

@@ -15,7 +15,7 @@ from ringfa3.kernels import forward, quantise
 from ringfa3.kernels.launch import Fields, launch, num_ctas, packer, tensor3, tma_addressable
 from ringfa3.kernels.quantise import TiledKV
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.uploads import Uploaded, Uploads, upload
+from ringfa3.kernels.uploads import Packed, Uploaded, Uploads
 from ringfa3.planning.tile_schedule import Tiling
 from ringfa3.planning.tiling import Plan
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
@@ -123,7 +123,7 @@ def attend(
     if tables.last_flag:
         raise ValueError("spans of 8-bit keys cannot wait for arrival flags")
     first_tile = _first_tiles.get(
-        tiling, stream, (kv.tiles,), lambda: upload(stream.device, _first_tile(tiling, kv.tiles))
+        tiling, stream, (kv.tiles,), lambda: Packed(_first_tile(tiling, kv.tiles))
     )
     v, v_fields = _value_fields(kv.v)
     counter = forward.counter(stream)
@@ -176,4 +176,4 @@ def _first_tile(tiling: Tiling, tiles: KeyTiles) -> npt.NDArray[np.int32]:
     return at.astype(np.int32)
 
 
-_first_tiles: Uploads[Uploaded] = Uploads()
+_first_tiles: Uploads[Uploaded] = Uploads("first tiles")

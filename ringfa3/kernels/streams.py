@@ -15,6 +15,8 @@ from typing import NamedTuple, cast
 
 import torch
 
+from ringfa3.kernels.symbolic import current_builder
+
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -32,6 +34,9 @@ class CurrentStream(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> CurrentStream:
+        """While a schedule is built: no stream, since it may run on any."""
+        if current_builder() is not None:
+            return cls(device, 0, False, 0)
         with on(device):
             handle, captured = _handle(device.index), torch.cuda.is_current_stream_capturing()
             return cls(device, handle, captured, 0 if captured else _stream_id(handle))

@@ -1,9 +1,12 @@
 """Tensors without memory, on which the host code of a call runs to build its schedule.
 
 A symbolic tensor has a shape, strides and a dtype. Its address names a base, which is an input of
-the call or a buffer that the call allocates, and an offset. Code that only does arithmetic with
-shapes and addresses therefore runs on it unchanged, and every address that a launch gets tells
-where it comes from. What would compute appends a step to the schedule.
+the call, a buffer that the call allocates or a symbol, and an offset. Code that only does
+arithmetic with shapes and addresses therefore runs on it unchanged, and every address that a launch
+gets tells where it comes from. What would compute appends a step to the schedule.
+
+A symbol stands for an address that only the process has that runs the call: an entry point, a table
+in device memory, memory of a peer. So another process can build a schedule.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 
@@ -21,9 +24,14 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+# What an address is of: its type, then what tells it from others of that type.
+Symbol: TypeAlias = tuple[Any, ...]
+COUNTER: Symbol = ("counter",)  # the work counter of a forward
+
 # An address is base << OFFSET_BITS | offset. Addresses of the user space have 47 bits, so a memory
-# address has base 0.
+# address has base 0. Inputs and buffers have bases from 1 on, symbols from 1 + SYMBOLS on.
 OFFSET_BITS = 48
+SYMBOLS = 1 << 15
 ALIGNMENT = 16  # bytes that TMA addresses
 
 
@@ -32,7 +40,8 @@ class ScheduleError(Exception):
 
 
 class Address(NamedTuple):
-    """A byte in an input or a buffer; inputs have the first numbers."""
+    """A byte in an input or a buffer; inputs have the first numbers. Or, from `SYMBOLS` on, of a
+    symbol."""
 
     tensor: int
     offset: int
@@ -54,16 +63,32 @@ class Builder(Protocol):
     def launch(self, unit: Unit, name: str, args: bytes) -> None:
         """A launch of ringfa3_NAME of a unit, whose addresses may be symbolic."""
 
-    def holds(self, memory: object) -> None:
-        """Memory of other calls, too, whose addresses the steps have: a tensor, or a tuple that has
-        some among its members."""
+    def table(self, table: Any) -> int:
+        """The symbolic address of tables, an `uploads.TableRef`."""
+
+    def memory(
+        self,
+        symbol: Symbol,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        offset: int = 0,
+    ) -> torch.Tensor:
+        """Contiguous memory that begins `offset` elements after a symbol."""
 
     def keeps(self, plan: object) -> None:
         """The plan of the call, whose uploads a captured call reads."""
 
 
+class Gpu(NamedTuple):
+    """A GPU that a build in a process without it is for; it has all kernels. num_sms: SMs."""
+
+    num_sms: int
+
+
 class _Thread(threading.local):
     builder: Any = None
+    gpu: Gpu | None = None
 
 
 _thread = _Thread()
@@ -74,27 +99,31 @@ def current_builder() -> Any:
     return _thread.builder
 
 
+def gpu_elsewhere() -> Gpu | None:
+    """The GPU that this thread builds for; None: that of its tensors."""
+    return _thread.gpu
+
+
 @contextmanager
-def building(builder: Builder) -> Iterator[None]:
+def building(builder: Builder, gpu: Gpu | None = None) -> Iterator[None]:
     """Inside, this thread launches nothing: a builder takes all steps."""
-    outer, _thread.builder = _thread.builder, builder
+    outer = _thread.builder, _thread.gpu
+    _thread.builder, _thread.gpu = builder, gpu
     try:
         yield
     finally:
-        _thread.builder = outer
+        _thread.builder, _thread.gpu = outer
 
 
 class Base(NamedTuple):
     """Where symbolic tensors lie.
 
-    number  of the input or buffer; -1: memory that is there when the schedule is built
+    number  of the input or buffer; `SYMBOLS` + n: the n-th symbol; -1: nowhere, without elements
     begin   address of the first element
-    memory  with number -1: the tensor
     """
 
     number: int
     begin: int
-    memory: torch.Tensor | None = None
 
     @classmethod
     def of(cls, number: int, remainder: int = 0) -> Base:
@@ -298,16 +327,6 @@ def symbolic_input(builder: Builder, number: int, x: torch.Tensor | None) -> tor
     if x is None:
         return None
     base = Base.of(number, x.data_ptr() % ALIGNMENT)
-    return as_tensor(SymbolicTensor(builder, base, x.shape, x.stride(), x.dtype, x.device))
-
-
-def symbolic_memory(x: torch.Tensor) -> torch.Tensor:
-    """A tensor that is there when the schedule is built, for code that fills it; x itself if no
-    schedule is built."""
-    builder = current_builder()
-    if builder is None or isinstance(x, SymbolicTensor):
-        return x
-    base = Base(-1, x.data_ptr(), x)
     return as_tensor(SymbolicTensor(builder, base, x.shape, x.stride(), x.dtype, x.device))
 
 

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ MAX_TABLES = 256
 ALIGNMENT = 16  # bytes
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 _lock = threading.Lock()
 
 
@@ -46,6 +47,64 @@ class _First(Generic[T]):
         return self.value
 
 
+class HostTables(Protocol, Generic[T_co]):
+    """Tables on the host, as they will lie in device memory."""
+
+    @property
+    def packed(self) -> Packed:
+        """Their bytes."""
+
+    def at(self, memory: torch.Tensor | None, begin: int) -> T_co:
+        """The tables in a copy of the bytes that begins at an address; None: a symbolic one."""
+
+
+class _Kept(Generic[T]):
+    """Tables of an owner and key, and their copies in device memory by stream."""
+
+    def __init__(self, host: HostTables[T]) -> None:
+        self.host = host
+        self.first: dict[torch.device, _First[T]] = {}
+        self._of_streams: dict[tuple[torch.device, int], T] = {}
+
+    def on(self, stream: CurrentStream) -> T:
+        """The copy of a stream, which the first call uploads."""
+        key = stream.device, stream.id
+        found = self._of_streams.get(key)
+        if found is None:
+            memory = self.host.packed.upload(stream.device)
+            found = self.host.at(memory, memory.data_ptr())
+            if stream.device not in self.first:
+                self.first.setdefault(stream.device, _First(found, record_event(stream.device)))
+            with _lock:  # threads may upload at the same time
+                self._of_streams[key] = found
+                if len(self._of_streams) > MAX_TABLES:
+                    del self._of_streams[next(iter(self._of_streams))]
+        return found
+
+
+class TableRef:
+    """Tables that a schedule reads: of an owner and key of the `Uploads` with a name.
+
+    A process that unpickles them has them, too, for calls that it runs without the schedule.
+    """
+
+    def __init__(
+        self, name: str, owner: object, key: tuple[object, ...], host: HostTables[Any]
+    ) -> None:
+        self.name, self.owner, self.key, self._host = name, owner, key, host
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._kept()
+
+    def _kept(self) -> _Kept[Any]:
+        return _registry[self.name].kept(self.owner, self.key, lambda: self._host)
+
+    def on(self, stream: CurrentStream) -> Any:
+        """The tables in device memory, as `Uploads.get`."""
+        return self._kept().on(stream)
+
+
 class Uploads(Generic[T]):
     """Tables in device memory that belong to an owner, a plan or a tiling, and die with it.
 
@@ -53,52 +112,63 @@ class Uploads(Generic[T]):
     long as the process: the graph holds its addresses.
     """
 
-    def __init__(self) -> None:
-        self._first: weakref.WeakKeyDictionary[object, dict[tuple[object, ...], _First[T]]]
-        self._first = weakref.WeakKeyDictionary()
-        self._of_streams: weakref.WeakKeyDictionary[object, dict[tuple[object, ...], T]]
-        self._of_streams = weakref.WeakKeyDictionary()
+    def __init__(self, name: str) -> None:
+        """name: by which schedules find these tables in any process."""
+        self._name = name
+        self._kept: weakref.WeakKeyDictionary[object, dict[tuple[object, ...], _Kept[T]]]
+        self._kept = weakref.WeakKeyDictionary()
         self._captured: set[object] = set()
+        _registry[name] = self
 
     def get(
-        self, owner: object, stream: CurrentStream, key: tuple[object, ...], make: Callable[[], T]
+        self,
+        owner: object,
+        stream: CurrentStream,
+        key: tuple[object, ...],
+        make: Callable[[], HostTables[T]],
     ) -> T:
-        """The table of an owner and key on a stream; `make` uploads it the first time.
+        """The tables of an owner and key on a stream, which are made and uploaded the first time.
+
+        While a schedule is built, nothing is uploaded, and their addresses are symbolic.
 
         Raises RuntimeError: the stream is captured, and no stream has an upload.
         """
-        key = (stream.device, *key)
         if stream.captured:
-            first = self._first.get(owner, {}).get(key)
-            if first is None:
-                raise RuntimeError(
-                    "attention with a new plan cannot be captured in a CUDA graph: run the same "
-                    "call once before the capture"
-                )
-            self._captured.add(owner)
-            return first.finished()
-        tables = self._of_streams.get(owner)
-        if tables is None:
-            tables = self._of_streams.setdefault(owner, {})
-        stream_key = (*key, stream.id)
-        table = tables.get(stream_key)
-        if table is None:
-            table = make()
-            firsts = self._first.setdefault(owner, {})
-            if key not in firsts:
-                firsts.setdefault(key, _First(table, record_event(stream.device)))
-            with _lock:  # threads may upload at the same time
-                tables[stream_key] = table
-                if len(tables) > MAX_TABLES:
-                    del tables[next(iter(tables))]
+            return self._of_capture(owner, stream.device, key)
+        kept = self.kept(owner, key, make)
         builder = current_builder()
-        if builder is not None:
-            builder.holds(table)
-        return table
+        if builder is None:
+            return kept.on(stream)
+        return kept.host.at(None, builder.table(TableRef(self._name, owner, key, kept.host)))
+
+    def kept(
+        self, owner: object, key: tuple[object, ...], make: Callable[[], HostTables[T]]
+    ) -> _Kept[T]:
+        of_owner = self._kept.get(owner)
+        if of_owner is None:
+            of_owner = self._kept.setdefault(owner, {})
+        found = of_owner.get(key)
+        if found is None:
+            found = of_owner.setdefault(key, _Kept(make()))
+        return found
+
+    def _of_capture(self, owner: object, device: torch.device, key: tuple[object, ...]) -> T:
+        kept = self._kept.get(owner, {}).get(key)
+        first = None if kept is None else kept.first.get(device)
+        if first is None:
+            raise RuntimeError(
+                "attention with a new plan cannot be captured in a CUDA graph: run the same "
+                "call once before the capture"
+            )
+        self._captured.add(owner)
+        return first.finished()
 
     def clear(self) -> None:
-        for tables in (self._first, self._of_streams, self._captured):
-            tables.clear()
+        self._kept.clear()
+        self._captured.clear()
+
+
+_registry: dict[str, Uploads[Any]] = {}
 
 
 class Counters:
@@ -121,9 +191,6 @@ class Counters:
         if counter is None:
             counter = torch.zeros(1, dtype=torch.int32, device=stream.device)
             counter = self.of_streams.setdefault(key, counter)
-        builder = current_builder()
-        if builder is not None:
-            builder.holds(counter)
         return counter
 
     def clear(self) -> None:
@@ -136,24 +203,39 @@ class Uploaded(NamedTuple):
     addresses  of the first byte of each table; 0 for an empty one
     """
 
-    memory: torch.Tensor
+    memory: torch.Tensor | None
     addresses: tuple[int, ...]
 
 
-def upload(device: torch.device, *tables: Table | npt.NDArray[np.int32]) -> Uploaded:
-    """Copies tables to device memory, all at once.
+class Packed:
+    """`HostTables`: bytes of tables, one after the other.
 
-    The copy reads pinned memory, so it does not block the host. Each table begins at a multiple of
-    `ALIGNMENT` bytes, which vectorised loads need.
+    Each table begins at a multiple of `ALIGNMENT` bytes, which vectorised loads need.
     """
-    ends = list(accumulate((-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tables), initial=0))
-    packed = np.zeros(ends[-1], np.uint8)
-    for table, begin in zip(tables, ends, strict=False):
-        packed[begin : begin + table.nbytes] = np.frombuffer(table.tobytes(), np.uint8)
-    source = torch.from_numpy(packed)
-    if device.type == "cuda":  # PyTorch reuses pinned memory only after the copy that reads it
-        source = source.pin_memory()
-    memory = source.to(device, non_blocking=True)
-    at = memory.data_ptr()
-    found = (at + begin if x.nbytes else 0 for x, begin in zip(tables, ends, strict=False))
-    return Uploaded(memory, tuple(found))
+
+    def __init__(self, *tables: Table | npt.NDArray[np.integer[Any]]) -> None:
+        ends = list(accumulate((-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tables), initial=0))
+        self.data = np.zeros(ends[-1], np.uint8)
+        for table, begin in zip(tables, ends, strict=False):
+            self.data[begin : begin + table.nbytes] = np.frombuffer(table.tobytes(), np.uint8)
+        found = zip(tables, ends, strict=False)
+        self._begins = tuple(begin if x.nbytes else None for x, begin in found)
+
+    @property
+    def packed(self) -> Packed:
+        return self
+
+    def addresses(self, begin: int) -> tuple[int, ...]:
+        """Of each table in a copy that begins there; 0 for an empty one."""
+        return tuple(0 if x is None else begin + x for x in self._begins)
+
+    def at(self, memory: torch.Tensor | None, begin: int) -> Uploaded:
+        return Uploaded(memory, self.addresses(begin))
+
+    def upload(self, device: torch.device) -> torch.Tensor:
+        """A copy in device memory, uint8. It reads pinned memory, so it does not block the host."""
+        source = torch.from_numpy(self.data)
+        if device.type != "cuda":
+            return source.clone()
+        # PyTorch reuses pinned memory only after the copy that reads it
+        return source.pin_memory().to(device, non_blocking=True)

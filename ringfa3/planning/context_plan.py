@@ -7,7 +7,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,8 +37,7 @@ from ringfa3.validation import (
     sequence_lengths,
 )
 
-# The most recent plans, which `plan_context` returns again; of each plan also the most recent ones
-# of other windows and masks.
+# Recent plans that `plan_context` returns again; of each, those of other windows and masks.
 PLANS_KEPT = 64
 
 
@@ -56,11 +55,8 @@ class ContextPlan(TokenShards):
         handle: int that stands for the plan in custom ops, as long as the plan is alive.
     """
 
-    # Attributes that a copy in another process must not have.
-    _LOCAL = (
-        "_bound", "_launches", "_variants", "_aligned", "_origin", "handle",
-        "contiguous", "exchanges",
-    )  # fmt: skip
+    # Attributes that a copy in another process must not have
+    _LOCAL = "_bound _launches _variants _aligned _origin handle contiguous exchanges"
 
     def __init__(
         self,
@@ -113,7 +109,8 @@ class ContextPlan(TokenShards):
                 "a plan with a ProcessGroup cannot be sent to another process: in a data loader "
                 "make it with group=(rank, world)"
             )
-        return {name: value for name, value in self.__dict__.items() if name not in self._LOCAL}
+        local = self._LOCAL.split()
+        return {name: value for name, value in self.__dict__.items() if name not in local}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -288,6 +285,7 @@ def plan_context(
     causal: bool = True,
     window_size: Window = (-1, -1),
     hosts: Hosts = None,
+    prepare: Sequence[Any] = (),
 ) -> ContextPlan:
     """The plan of packed, self-attending documents, or of a mask, over a context-parallel group.
 
@@ -308,6 +306,7 @@ def plan_context(
         hosts: the number of hosts, of equally many ranks in order, or the host of each rank: few
             documents span two. None for what torchrun's variables say of the group, and for one
             host if `group` is (rank, world); RINGFA3_HOSTS replaces it. Equal on all ranks.
+        prepare: `ringfa3.KernelSpec`s, for which what first calls would make is made now.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it and what is allowed.
@@ -330,8 +329,9 @@ def plan_context(
                 f"causal={causal}, window_size={window} with a Mask, which decides both: leave "
                 "them out, and give them to Mask.documents"
             )
-        return _cached_mask_plan(mask, rank, ref, of_rank, layout, implicit)
-    return _cached_plan(cu, rank, ref, of_rank, layout, causal, window, 0, implicit)
+        return _cached_mask_plan(mask, rank, ref, of_rank, layout, implicit).prepare(prepare)
+    plan = _cached_plan(cu, rank, ref, of_rank, layout, causal, window, 0, implicit)
+    return plan.prepare(prepare)
 
 
 @untraced

@@ -51,14 +51,15 @@ class RowIndex(NamedTuple):
         return cls.of_each([rows], device)[0]
 
     @classmethod
+    def of_run(cls, rows: Ints) -> RowIndex | None:
+        """The slice of rows (n,), None if they are not consecutive."""
+        consecutive = len(rows) > 0 and bool((np.diff(rows) == 1).all())
+        return cls(slice(int(rows[0]), int(rows[-1]) + 1)) if consecutive else None
+
+    @classmethod
     def of_each(cls, lists: list[Ints], device: torch.device) -> list[RowIndex]:
         """As `of`, of several lists in one upload, which does not block the host."""
-        found = [
-            cls(slice(int(rows[0]), int(rows[-1]) + 1))
-            if len(rows) and (np.diff(rows) == 1).all()
-            else None
-            for rows in lists
-        ]
+        found = [cls.of_run(rows) for rows in lists]
         given = [rows for rows, index in zip(lists, found, strict=True) if index is None]
         source = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *given]))
         if device.type == "cuda" and len(

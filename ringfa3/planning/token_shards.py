@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable
 from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,13 @@ class TokenShards(ABC):
         self.total_tokens = sum(self.tokens_per_rank)
         self.local_tokens = self.tokens_per_rank[rank]
         self.local_keys = key_shards[rank].tokens
+        self.prepared: dict[Hashable, Any] = {}  # schedules of calls, by `KernelSpec.prepare`
+
+    def prepare(self, specs: Iterable[Any]) -> Self:
+        """The plan itself, after each spec has prepared calls on it."""
+        for spec in specs:
+            spec.prepare(self)
+        return self
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from ringfa3.attention_op import out_shape, register_attention, with_columns
+from ringfa3.attention_op import register_attention
 from ringfa3.custom_op import autocast_inputs, custom_op
-from ringfa3.kernels.dispatch import BackwardPass, select_backward, select_forward, select_quantised
-from ringfa3.kernels.reference import accum_dtype
+from ringfa3.kernels.dispatch import select_quantised
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.streams import on
 from ringfa3.keywords import check_call, hides_positional
-from ringfa3.pass_interface import HopTensors, RingPass
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.planning.graph_plan import GraphPlan
 from ringfa3.planning.handles import graph_handle
@@ -43,6 +41,7 @@ from ringfa3.ring.quantised_forward import (
     repeat_attended,
     run_quantised_forward,
 )
+from ringfa3.schedules.host_code import forward_hops, gradients
 from ringfa3.straight_through import forward_centres, straight_through
 from ringfa3.validation import (
     TRANSPORTS,
@@ -184,7 +183,7 @@ def run_forward(
     """`ring_attention` in the dtype of q, after `prepare_call`."""
     with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
         ring_pass = call.ring_pass()
-        code = partial(_forward_hops, scale, call, ring_pass)
+        code = partial(forward_hops, scale, call, ring_pass)
         inputs = q, k, v, sink
         out, lse = ring_pass.run_schedule(k, inputs, scale, code) or code(*inputs)
         _returns(lse, call.plan)
@@ -195,33 +194,6 @@ def _returns(lse: torch.Tensor, plan: ContextPlan) -> None:
     """Names the forward call under way to its backward."""
     if plan.world > 1 and plan.group is not None and not is_fake(plan.group):
         RingGroup.of(plan.group).returned(lse)
-
-
-def _forward_hops(
-    scale: float,
-    call: PreparedCall,
-    ring_pass: RingPass,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of all hops. The sink counts at each row's last hop."""
-    kernel = select_forward(q, call.plan.hops)  # which `prepare_call` has built
-    hops = ring_pass.hops
-    tilings = hops.forward(kernel.tile_m)
-    out = q.new_empty(out_shape(q, v))
-    once = hops.single_hop(kernel.tile_m)
-    running = out[:0] if once else kernel.new_partial_out(q, hops)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accum_dtype(q.dtype))
-
-    def attend(hop: int, x: HopTensors) -> None:
-        more = () if x.arrivals is None else (x.arrivals,)
-        kernel.attend(q, x.k, x.v, tilings[hop], scale, out, running, lse, *more, sink=sink)
-
-    ring_pass.start(k, _padded_v(v, k, call.plan.world), kernel.takes_arrivals)
-    ring_pass.run(attend)
-    return out, lse
 
 
 @custom_op
@@ -272,12 +244,6 @@ def ring_attention_backward(
     return dq, dk, dv, dsink
 
 
-BackwardInputs: TypeAlias = tuple[  # dout, dlse, q, k, v, out, lse, sink
-    torch.Tensor, torch.Tensor | None,
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None,
-]  # fmt: skip
-
-
 def run_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -296,57 +262,9 @@ def run_backward(
     with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
         ring_pass = call.ring_pass()
         settings = scale, deterministic, call.precision
-        code = partial(_gradients, scale, deterministic, call, ring_pass)
+        code = partial(gradients, scale, deterministic, call, ring_pass)
         grads = ring_pass.run_schedule(k, inputs, settings, code)
         return code(*inputs) if grads is None else grads
-
-
-def _gradients(
-    scale: float,
-    deterministic: bool,
-    call: PreparedCall,
-    ring_pass: RingPass,
-    *inputs: Any,
-) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv), and dsink for a sink."""
-    backward = _backward_hops(inputs, scale, deterministic, call, ring_pass)
-    dk, dv = ring_pass.grads
-    dv = dv[..., : inputs[4].shape[2]].contiguous()
-    return backward.dq(), dk, dv, *(() if inputs[7] is None else (backward.dsink(),))
-
-
-def _backward_hops(
-    inputs: BackwardInputs,
-    scale: float,
-    deterministic: bool,
-    call: PreparedCall,
-    ring_pass: RingPass,
-) -> BackwardPass:
-    """The pass after all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
-    dout, dlse, q, k, v, out, lse, sink = inputs
-    kernel = select_backward(q, call.precision)
-    ring_pass.start(k, _padded_v(v, k, call.plan.world))
-    hops = ring_pass.hops
-    tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
-    heads_of_calls = k.shape[1], ring_pass.first_heads
-    backward = kernel.make_pass(
-        dout, dlse, q, out, lse, hops, scale, deterministic, *heads_of_calls, sink
-    )
-    group = q.shape[1] // k.shape[1]
-
-    def attend(hop: int, x: HopTensors) -> None:
-        assert x.dk is not None
-        assert x.dv is not None
-        heads = group * x.first_head, group * x.k.shape[1]
-        backward.hop(x.k, x.v, tilings[hop], x.dk, x.dv, *heads)
-
-    ring_pass.run(attend)
-    return backward
-
-
-def _padded_v(v: torch.Tensor, k: torch.Tensor, world: int) -> torch.Tensor:
-    """V with the head dim of k where ranks send the K and V of a row together."""
-    return with_columns(v, k.shape[2]) if world > 1 else v
 
 
 def _split(ctx: Any, *settings: Any) -> tuple[tuple[()], tuple[Any, ...]]:

@@ -20,10 +20,11 @@ import torch
 from ringfa3.kernels.dispatch import select_local_kv
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.uploads import Uploads
+from ringfa3.kernels.uploads import Packed, Uploads
 from ringfa3.pass_interface import Attend, HopTensors, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.kv_exchange import LaunchExchange, PeerRows
+from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring.p2p import Exchange, Message, Transport
@@ -39,15 +40,34 @@ def start_exchange(transport: Transport, *messages: Messages) -> Exchange | None
     return transport.exchange(sends, receives) if sends or receives else None
 
 
-# `LaunchExchange.sent`, for tensors on a GPU.
-_uploaded: Uploads[list[RowIndex]] = Uploads()
+class _SentRows:
+    """`HostTables` of `LaunchExchange.sent`."""
+
+    def __init__(self, sent: Sequence[Ints]) -> None:
+        self._runs = [RowIndex.of_run(rows) for rows in sent]
+        scattered = zip(sent, self._runs, strict=True)
+        self._rows = [rows for rows, run in scattered if run is None]
+        self.packed = Packed(*self._rows)
+
+    def at(self, memory: torch.Tensor | None, begin: int) -> list[RowIndex]:
+        assert memory is not None  # no schedule sends messages
+        del begin
+        begins = self.packed.addresses(0)
+        parts = (
+            memory[begin : begin + rows.nbytes].view(torch.int64)
+            for begin, rows in zip(begins, self._rows, strict=True)
+        )
+        return [RowIndex(next(parts)) if run is None else run for run in self._runs]
+
+
+_uploaded = Uploads[list[RowIndex]]("rows that messages send")
 
 
 def sent_rows(exchange: LaunchExchange, device: torch.device) -> list[RowIndex]:
     """`exchange.sent`, for tensors on a device."""
-    make = partial(RowIndex.of_each, exchange.sent, device)
     if device.type != "cuda":
-        return make()
+        return RowIndex.of_each(exchange.sent, device)
+    make = partial(_SentRows, exchange.sent)
     return _uploaded.get(exchange, CurrentStream.of(device), (), make)
 
 

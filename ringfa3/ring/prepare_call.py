@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ringfa3 import host
 from ringfa3.errors import RingError
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
-from ringfa3.pass_interface import LocalPass, RingPass
+from ringfa3.pass_interface import RingPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.unshard import set_agreement
 from ringfa3.quantisation.dequantised import backward_keys
@@ -32,7 +32,7 @@ from ringfa3.ring.process_group import is_fake
 from ringfa3.symmetric.cuda_graphs import capture_error
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
 from ringfa3.symmetric.ipc_memory import IpcMemory
-from ringfa3.symmetric.ring_pass import BufferSpec
+from ringfa3.symmetric.stream_ops import BufferSpec
 from ringfa3.validation import (
     check_local_tokens,
     check_qkv,
@@ -203,7 +203,7 @@ def prepare_call(
     if plan.world == 1:
         if error is not None:
             raise error
-        return PreparedCall(plan, direction, LocalPass, precision=precision)
+        return PreparedCall(plan, direction, host.ProgramPass, precision=precision)
     assert plan.group is not None
     if is_fake(plan.group):
         if error is not None:

@@ -6,34 +6,46 @@ Copy engines pull from the peers' memory; stream memory operations set and wait 
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ringfa3.kernels.streams import CurrentStream
+from ringfa3.schedules.link import Resolvers
+from ringfa3.schedules.schedule import Part
 from ringfa3.symmetric import cuda_driver
+from ringfa3.symmetric.cuda_driver import entry_address
 from ringfa3.symmetric.cuda_graphs import ReplayWaits, fork_join
 from ringfa3.symmetric.ipc_memory import IpcMemory
-from ringfa3.symmetric.ring_pass import BufferSpec, CallCache
-from ringfa3.symmetric.ring_program import Begun, Inputs, ReplayableCall, RingProgram, Tensors
+from ringfa3.symmetric.ring_pass import CallCache
+from ringfa3.symmetric.ring_program import (
+    ARRIVAL_BYTES,
+    Begun,
+    Inputs,
+    ReplayableCall,
+    RingProgram,
+    Tensors,
+    translate,
+)
 from ringfa3.symmetric.signals import Gather, Signals
 from ringfa3.symmetric.stream_ops import (
-    AttendGathered,
     Buffer,
     BufferSlice,
+    BufferSpec,
     Copy,
     Event,
     Operation,
+    Purpose,
     RecordEvent,
     ResetArrivals,
     SetSignal,
+    Signal,
     Stream,
     WaitAndReset,
-    WaitEvent,
 )
 from ringfa3.symmetric.watchdog import Watchdog
 
@@ -88,24 +100,58 @@ class DriverCalls(NamedTuple):
     calls: list[cuda_driver.Call]
     waits: list[tuple[Stream, list[str], list[cuda_driver.MemoryOp]]]
 
-    def add_to(self, builder: Any) -> None:
-        """Adds the calls to a schedule, in place of `SymmetricBackend.issue`."""
-        counts = [(stream, count) for stream, _, counts in self.waits for count in counts]
-        for call in self.calls:
-            builder.calls(call, counts)
-        for stream, names, _ in self.waits:
-            builder.posts(stream, names)
 
+class _EagerDriver:
+    """`Driver` that prepares calls for `issue`."""
 
-class _Batch(NamedTuple):
-    """Memory operations of one stream, for one call of the driver.
+    def __init__(self, backend: SymmetricBackend) -> None:
+        self._backend, self.prepared = backend, DriverCalls([], [])
 
-    counts, names  which of them count a wait for a signal, and the names of these waits
-    """
+    def record(self, stream: Stream, event: Event) -> None:
+        backend = self._backend
+        self._add(cuda_driver.record(backend.handle(stream), backend.event(*event)))
 
-    operations: list[cuda_driver.MemoryOp]
-    counts: list[int]
-    names: list[str]
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        backend = self._backend
+        self._add(cuda_driver.wait_event(backend.handle(stream), backend.event(*event)))
+
+    def copy(self, operation: Copy) -> None:
+        backend, source, target = self._backend, operation.source, operation.target
+        size = (source.end - source.begin) * backend.row_bytes[source.buffer]
+        handle = backend.handle(operation.stream)
+        self._add(cuda_driver.copy(handle, backend.address(target), backend.address(source), size))
+
+    def words(self, stream: Stream, operations: Sequence[Operation]) -> None:
+        """A wait also resets the signal and counts itself in the stream's counter."""
+        backend, signals = self._backend, self._backend.signals
+        made: list[cuda_driver.MemoryOp] = []
+        counts: list[int] = []
+        names: list[str] = []
+        for operation in operations:
+            if isinstance(operation, SetSignal):
+                made.append(cuda_driver.write(signals.address(operation.signal), 1))
+            elif isinstance(operation, WaitAndReset):
+                address = signals.address(operation.signal)
+                wait = cuda_driver.wait(address, 1), cuda_driver.write(address, 0)
+                names.append(f"{operation.what} rank {backend.ranks[operation.signal.sender]}")
+                if backend.captured:
+                    made.extend((backend.replays.awaiting(stream, names[-1]), *wait))
+                else:
+                    made.extend((*wait, cuda_driver.write(signals.counter(stream), 0)))
+                    counts.append(len(made) - 1)
+            elif isinstance(operation, RecordEvent):
+                made.append(cuda_driver.write(backend.arrival(operation.event), 1))
+            elif isinstance(operation, ResetArrivals):
+                made.extend(cuda_driver.write(backend.arrival(e), 0) for e in operation.events)
+        if backend.captured and names:
+            made.extend(backend.replays.passed_ops(stream))
+        call, read = cuda_driver.batch_memory_ops(backend.handle(stream), made)
+        self._add(call)
+        if counts:
+            self.prepared.waits.append((stream, names, [read[i] for i in counts]))
+
+    def _add(self, call: cuda_driver.Call) -> None:
+        self.prepared.calls.append(call)
 
 
 class SymmetricBackend:
@@ -120,14 +166,14 @@ class SymmetricBackend:
         signals: Callable[[int, int, Gather], Signals] = Signals,
     ) -> None:
         """lost(message) is called if a peer does not answer within `timeout_s`."""
-        self.group, self.device = group, device
+        self.group, self.ranks, self.device = group, group.ranks, device
         self.calls = 0
         self.call_cache: CallCache = weakref.WeakKeyDictionary()
         self._call_caches: dict[torch.cuda.Stream, CallCache] = {}  # by compute stream
         self._cache_version = 0  # changes whenever `_call_caches` is emptied
         self._compute: torch.cuda.Stream | None = None  # of the last call that was not captured
         self.captured = False  # the call under way is
-        self._fork_join = False  # calls fork and join: some have been captured
+        self.joins = False  # calls fork and join: some have been captured
         self._graphs: list[CallCache] = []  # of captured calls: graphs have their addresses
         self.memory = IpcMemory(group.rank, group.world, device, group.gather)
         self.signals = signals(group.rank, group.world, group.gather)
@@ -137,17 +183,18 @@ class SymmetricBackend:
         self._streams: dict[Stream, torch.cuda.Stream] = {s: _stream(device) for s in side}
         self._waits = dict.fromkeys(Stream, 0)  # for signals, so far, of each stream
         self._events: dict[Event, int] = {}
+        self._entry_address = cache(entry_address)
         self.arrivals = torch.zeros(group.world, dtype=torch.int32, device=device)
-        self._row_bytes: Mapping[Buffer, int] = {}
+        self.row_bytes: Mapping[Buffer, int] = {}
         self._watchdog = Watchdog(
             lambda: timeout_s, self.signals.reached, group.peer_failure, lost, self.signals.set_all
         )
-        self._replays = ReplayWaits(self.signals)
+        self.replays = ReplayWaits(self.signals)
 
     def begin(self, spec: BufferSpec) -> int:
         """As `Backend.begin`. A captured call has the same parity in all replays."""
         cuda_driver.issue(self._enter)
-        self._row_bytes = spec.row_bytes
+        self.row_bytes = spec.row_bytes
         self.captured = torch.cuda.is_current_stream_capturing()
         if not self.memory.holds(spec.slot_bytes):
             self._clear_call_caches()
@@ -155,7 +202,7 @@ class SymmetricBackend:
             self.memory.reserve(spec.slot_bytes)
         compute = torch.cuda.current_stream(self.device)
         if self.captured:
-            if not self._fork_join:
+            if not self.joins:
                 self._start_fork_join()
             self.memory.pin()
             self.call_cache = {}
@@ -182,86 +229,72 @@ class SymmetricBackend:
             self.signals.reached(stream, count) for stream, count in self._waits.items()
         ):
             time.sleep(0.001)
-        self._fork_join = True
+        self.joins = True
         self._clear_call_caches()
-        self._watchdog.poll_graphs(self._replays.poll)
+        self._watchdog.poll_graphs(self.replays.poll)
 
     def adapt(self, operations: list[Operation]) -> list[Operation]:
-        return fork_join(operations, self.captured) if self._fork_join else operations
+        return fork_join(operations, self.captured) if self.joins else operations
 
     def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
+        """This rank's own memory, uint8."""
         return self.memory.local(buffer, slot)
+
+    def rows(self, part: BufferSlice, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        size = self.row_bytes[part.buffer]
+        memory = self.local(part.buffer, part.slot)[part.begin * size : part.end * size]
+        return memory.view(dtype).view(-1, *shape)
 
     def compute(self, operation: Operation, work: Callable[[], None]) -> None:
         work()
 
-    def _arrival_address(self, event: Event) -> int:
-        return self.arrivals.data_ptr() + event.number * self.arrivals.element_size()
-
     def prepare(self, operations: Sequence[Operation], in_kernel: frozenset[Event]) -> DriverCalls:
-        """Memory operations that follow each other on one stream become one call."""
-        prepared = DriverCalls([], [])
-        for stream, run in itertools.groupby(operations, lambda x: x.stream):
-            batch = _Batch([], [], [])
-            for operation in run:
-                self._add_to_batch(batch, operation, in_kernel)
-                call = self._call(operation, in_kernel)
-                if call is not None:
-                    self._flush(prepared, stream, batch)
-                    batch = _Batch([], [], [])
-                    prepared.calls.append(call)
-            self._flush(prepared, stream, batch)
-        return prepared
+        driver = _EagerDriver(self)
+        translate(operations, in_kernel, driver)
+        return driver.prepared
 
-    def _add_to_batch(
-        self, batch: _Batch, operation: Operation, in_kernel: frozenset[Event]
-    ) -> None:
-        """A wait also resets the signal and counts itself in the stream's counter."""
-        if isinstance(operation, SetSignal):
-            batch.operations.append(cuda_driver.write(self.signals.address(operation.signal), 1))
-        elif isinstance(operation, WaitAndReset):
-            stream, address = operation.stream, self.signals.address(operation.signal)
-            wait = cuda_driver.wait(address, 1), cuda_driver.write(address, 0)
-            name = f"{operation.what} rank {self.group.ranks[operation.signal.sender]}"
-            if self.captured:
-                batch.operations.extend((self._replays.awaiting(stream, name), *wait))
-            else:
-                count = cuda_driver.write(self.signals.counter(stream), 0)
-                batch.operations.extend((*wait, count))
-                batch.counts.append(len(batch.operations) - 1)
-            batch.names.append(name)
-        elif isinstance(operation, ResetArrivals):
-            words = (self._arrival_address(e) for e in operation.events if e in in_kernel)
-            batch.operations.extend(cuda_driver.write(address, 0) for address in words)
-        elif isinstance(operation, RecordEvent) and operation.event in in_kernel:
-            batch.operations.append(cuda_driver.write(self._arrival_address(operation.event), 1))
+    # Addresses
 
-    def _call(self, operation: Operation, in_kernel: frozenset[Event]) -> cuda_driver.Call | None:
-        handle = self._streams[operation.stream].cuda_stream
-        if isinstance(operation, RecordEvent) and operation.event not in in_kernel:
-            return cuda_driver.record(handle, self._event(operation.event))
-        if isinstance(operation, WaitEvent):
-            return cuda_driver.wait_event(handle, self._event(operation.event))
-        if isinstance(operation, AttendGathered) and operation.blocks[-1].arrived not in in_kernel:
-            last = operation.blocks[-1].arrived  # one stream copies all blocks
-            return cuda_driver.wait_event(handle, self._event(last))
-        if isinstance(operation, Copy):
-            source, target = operation.source, operation.target
-            size = (source.end - source.begin) * self._row_bytes[source.buffer]
-            return cuda_driver.copy(handle, self._address(target), self._address(source), size)
-        return None
+    def handle(self, stream: Stream) -> int:
+        return self._streams[stream].cuda_stream
 
-    def _flush(self, prepared: DriverCalls, stream: Stream, batch: _Batch) -> None:
-        if batch.operations:
-            if self.captured and batch.names:
-                batch.operations.extend(self._replays.passed_ops(stream))
-            call, read = cuda_driver.batch_memory_ops(
-                self._streams[stream].cuda_stream, batch.operations
-            )
-            prepared.calls.append(call)
-            if batch.counts:
-                counts = [read[i] for i in batch.counts]
-                prepared.waits.append((stream, batch.names, counts))
+    def event(self, name: str, number: int) -> int:
+        event = Event(name, number)
+        if event not in self._events:
+            self._events[event] = cuda_driver.new_event()
+        return self._events[event]
+
+    def arrival(self, event: Event) -> int:
+        return self.arrivals.data_ptr() + event.number * ARRIVAL_BYTES
+
+    def address(self, rows: BufferSlice) -> int:
+        begin = rows.begin * self.row_bytes[rows.buffer]
+        return self.memory.address(rows.rank, rows.buffer, rows.slot) + begin
+
+    def resolvers(self, parity: int) -> Resolvers:
+        """As `Linker.resolvers`."""
+
+        def slot(rank: int, buffer: Buffer, number: int | None) -> int:
+            return self.memory.address(rank, buffer, parity if number is None else number)
+
+        def signal(sender: int, receiver: int, purpose: Purpose) -> int:
+            return self.signals.address(Signal(sender, receiver, purpose, parity))
+
+        return {
+            "stream": self.handle,
+            "event": self.event,
+            "signal": signal,
+            "waits": self.signals.counter,
+            "arrivals": self.arrivals.data_ptr,
+            "slot": slot,
+            "driver": self._entry_address,
+        }
+
+    def tensor_of(self, part: Part) -> torch.Tensor:
+        """As `Linker.tensor_of`. Kernels compute on no slot that a parity selects."""
+        _, _, buffer, slot = part.symbol
+        memory = self.memory.local(buffer, slot).view(part.dtype)
+        return memory.as_strided(part.shape, part.stride, memory.storage_offset() + part.offset)
 
     def issue(self, prepared: DriverCalls) -> None:
         for stream, names, counts in prepared.waits:
@@ -311,11 +344,6 @@ class SymmetricBackend:
     def report_failure(self, error: Exception) -> None:
         self.group.report_failure(error)
 
-    def _event(self, event: Event) -> int:
-        if event not in self._events:
-            self._events[event] = cuda_driver.new_event()
-        return self._events[event]
-
     def serve(self) -> None:
         """After the self-test: a peer that does not answer in time loses the group."""
         self._watchdog.timeout_s = lambda: self.group.timeout_s
@@ -357,10 +385,6 @@ class SymmetricBackend:
         """Releases the streams of calls that peers will never answer; raises no error."""
         self.memory.pin()
         self._watchdog.give_up()
-
-    def _address(self, rows: BufferSlice) -> int:
-        begin = rows.begin * self._row_bytes[rows.buffer]
-        return self.memory.address(rows.rank, rows.buffer, rows.slot) + begin
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

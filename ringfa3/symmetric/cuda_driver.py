@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from typing import Any, cast
 
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
@@ -71,6 +72,12 @@ def load() -> None:
         DriverError: there is no driver, or it lacks an entry point.
     """
     _entries()
+
+
+def entry_address(name: str) -> int:
+    """The address of an entry point."""
+    found: Any = _entries()[name]
+    return cast(int, ctypes.cast(found, ctypes.c_void_p).value)
 
 
 # Calls made at once

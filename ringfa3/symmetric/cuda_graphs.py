@@ -22,10 +22,10 @@ from collections.abc import Iterable, Sequence
 
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.ipc_memory import IpcMemory
-from ringfa3.symmetric.ring_pass import BufferSpec
 from ringfa3.symmetric.signals import AWAITED, PASSED, Signals
 from ringfa3.symmetric.stream_ops import (
     AttendGathered,
+    BufferSpec,
     Event,
     Operation,
     RecordEvent,

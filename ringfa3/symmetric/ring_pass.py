@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
-from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol, TypeAlias, get_args
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast, get_args
 
 import torch
 
 from ringfa3 import host
 from ringfa3.kernels.dispatch import select_local_kv
 from ringfa3.kernels.local_kv import LocalKV, Returns
-from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.symbolic import current_builder, symbolic_memory
+from ringfa3.kernels.symbolic import current_builder
 from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
+from ringfa3.schedules.link import code_of, signature_of
+from ringfa3.schedules.schedule import Code
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
     MAX_PROGRAMS,
     Inputs,
+    Linker,
     Programs,
     ReplayableCall,
     RingProgram,
+    ScheduleBackend,
     Tensors,
-    signature_of,
 )
 from ringfa3.symmetric.stream_ops import (
     AddToSum,
@@ -38,6 +40,7 @@ from ringfa3.symmetric.stream_ops import (
     AttendHop,
     Buffer,
     BufferSlice,
+    BufferSpec,
     EndStart,
     Event,
     Operation,
@@ -47,32 +50,40 @@ from ringfa3.symmetric.stream_ops import (
 )
 
 
-class Backend(Protocol):
-    """What a pass needs of one rank's streams and of the group's memory.
+class Memory(Protocol):
+    """What steps need of one rank's streams and memory, or of symbols in their place."""
 
-    call_cache  of the calls that run on the same stream as the one under way; emptied when the
-                memory or the streams change
-    arrivals    (world,) int32: flag t is 1 from the event "arrived" of number t on, until the
-                kernel that waited for it has ended
-    """
-
-    call_cache: CallCache
-    arrivals: torch.Tensor
-
-    def begin(self, spec: BufferSpec) -> int:
-        """Begins a call, the same on all ranks, and returns its parity: its number modulo 2."""
+    @property
+    def arrivals(self) -> torch.Tensor:
+        """(world,) int32: flag t is 1 from the event "arrived" of number t on, until the kernel
+        that waited for it has ended."""
 
     def adapt(self, operations: list[Operation]) -> list[Operation]:
         """The operations of the call under way, changed as CUDA graphs require."""
 
-    def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
-        """This rank's own memory, uint8."""
+    def rows(self, part: BufferSlice, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Rows of this rank's own memory: (n, *shape)."""
 
     def prepare(self, operations: Sequence[Operation], in_kernel: frozenset[Event]) -> Any:
         """Prepares for `issue` all that the backend does for these operations.
 
         in_kernel: events for which kernels wait on `arrivals`, in place of their stream.
         """
+
+
+class Backend(Memory, Linker, Protocol):
+    """What a pass needs of one rank's streams and of the group's memory.
+
+    call_cache  of the calls that run on the same stream as the one under way; emptied when the
+                memory or the streams change
+    joins       whether calls fork and join their streams: CUDA graphs have captured some
+    """
+
+    call_cache: CallCache
+    joins: bool
+
+    def begin(self, spec: BufferSpec) -> int:
+        """Begins a call, the same on all ranks, and returns its parity: its number modulo 2."""
 
     def issue(self, prepared: Any) -> None:
         """Puts prepared operations into their streams."""
@@ -111,50 +122,15 @@ class PreparedSteps(NamedTuple):
 
 
 class CachedCalls(NamedTuple):
-    """The calls of one plan: prepared steps, programs, and calls that start in C++."""
+    """The calls of one plan: prepared steps, schedules, programs, and calls that start in C++."""
 
     steps: dict[object, PreparedSteps]
+    codes: dict[Hashable, Code | None]
     programs: Programs
     replayable: dict[Hashable, ReplayableCall]
 
 
 CallCache: TypeAlias = MutableMapping[Plan, CachedCalls]
-
-
-class BufferSpec:
-    """Buffers of the calls of one plan, pass type and shape of keys.
-
-    row        shape of a buffer's row: (2, hk, d), K and V or dK and dV
-    rows       that a slot of each buffer must hold
-    dtypes     of the same buffers
-    row_bytes  of the same buffers
-    """
-
-    def __init__(self, plan: ContextPlan, pass_type: str, k: torch.Tensor) -> None:
-        """pass_type: "forward", "gathered" or "backward"; k: (tokens, hk, d), or a "meta"
-        tensor."""
-        self.row = (2, *k.shape[1:])
-        most = plan.kv_exchange.max_rows
-        if pass_type == "gathered":
-            self.rows = {Buffer.KV_SHARED: most.published, Buffer.KV_GATHERED: most.gathered}
-        else:
-            self.rows = {Buffer.KV_SHARED: most.published, Buffer.KV_RECV: most.published}
-        self.dtypes = dict.fromkeys(self.rows, k.dtype)
-        if pass_type == "backward":
-            self.rows |= {
-                Buffer.DKV_OUT: most.published,
-                Buffer.DKV_SUM: most.published,
-                Buffer.DKV_RECV: most.returned,
-            }
-            floats = (Buffer.DKV_OUT, Buffer.DKV_SUM, Buffer.DKV_RECV)
-            self.dtypes |= dict.fromkeys(floats, accum_dtype(k.dtype))
-        numbers = 2 * k.shape[1] * k.shape[2]
-        self.row_bytes = {b: numbers * dtype.itemsize for b, dtype in self.dtypes.items()}
-
-    @cached_property
-    def slot_bytes(self) -> dict[Buffer, int]:
-        """Bytes that a slot of each buffer must hold."""
-        return {buffer: rows * self.row_bytes[buffer] for buffer, rows in self.rows.items()}
 
 
 _specs: weakref.WeakKeyDictionary[Plan, dict[object, BufferSpec]] = weakref.WeakKeyDictionary()
@@ -171,9 +147,12 @@ class SymmetricRingPass:
     precision = "native"
     first_heads = 0
 
-    def __init__(self, backend: Backend, plan: ContextPlan, pass_type: str) -> None:
-        """pass_type: the schedule to run: "forward", "gathered" or "backward"."""
-        self._backend, self._plan, self._pass_type = backend, plan, pass_type
+    def __init__(self, backend: Backend | None, plan: ContextPlan, pass_type: str) -> None:
+        """backend: a `Backend`; None: the pass only builds schedules. pass_type: the operations to
+        run: "forward", "gathered" or "backward"."""
+        self._backend = cast(Backend, backend)
+        self._adapt = list[Operation] if backend is None else backend.adapt
+        self._plan, self._pass_type = plan, pass_type
         self._parity: int | None = None  # before the call begins
 
     @property
@@ -193,7 +172,7 @@ class SymmetricRingPass:
         self._parity = parity = backend.begin(spec)
         known = backend.call_cache.get(plan.hops)
         if known is None:
-            known = backend.call_cache.setdefault(plan.hops, CachedCalls({}, {}, {}))
+            known = backend.call_cache.setdefault(plan.hops, CachedCalls({}, {}, {}, {}))
         self._known = known
         return parity
 
@@ -206,13 +185,20 @@ class SymmetricRingPass:
             return None
         parity = self._begin(k)
         stream = CurrentStream.of(k.device)
-        signature = self._key, signature_of(inputs, settings, stream)
-        programs, key = self._known.programs, (signature, parity)
-        program = programs.get(key)
+        known = self._known
+        layout = signature_of(self._pass_type, inputs, settings)
+        signature = layout, stream.id
+        program = known.programs.get((signature, parity))
         if program is None:
-            if len(programs) >= MAX_PROGRAMS:
-                programs.clear()
-            program = programs[key] = RingProgram.of(library, inputs, code)
+            if len(known.programs) >= MAX_PROGRAMS:
+                known.programs.clear()
+                known.codes.clear()
+            if layout not in known.codes:
+                known.codes[layout] = code_of(
+                    self._plan, layout, inputs, code, not self._backend.joins
+                )
+            program = RingProgram.of(library, known.codes[layout], stream, self._backend, parity)
+            known.programs[signature, parity] = program
         if program.held is None:
             return None
         if library.ring_wanted():
@@ -233,30 +219,39 @@ class SymmetricRingPass:
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; publishes k and v."""
-        backend, plan = self._backend, self._plan
+        plan, builder = self._plan, current_builder()
         self._local = (k, v)
-        parity = self._begin(k) if self._parity is None else self._parity
-        spec, prepared = self._spec, self._known.steps
-        key = self._key, waits_in_kernel, parity
-        steps = prepared.get(key)
-        if steps is None:
-            direction = "backward" if self._pass_type == "backward" else "forward"
-            local_kv = self.make_local_kv(direction, k, plan, self.precision)
-            steps = _prepare_steps(
-                backend, plan, self._pass_type, spec, parity, local_kv, waits_in_kernel
-            )
-            prepared[key] = steps
+        if builder is None:
+            steps = self._known_steps(k, waits_in_kernel)
+            spec = self._spec
+        else:
+            spec = BufferSpec(plan, self._pass_type, k)
+            memory = ScheduleBackend(builder, plan.world, k.device, spec.row_bytes, self._adapt)
+            steps = self._prepare(memory, k, spec, 0, waits_in_kernel)
         self._local_kv = steps.local_kv
-        builder = current_builder()
-        if builder is not None:
-            for step in (*steps.start, *steps.run):
-                builder.holds(step.tensors)
         self._dkv_shape = (plan.local_keys, *spec.row)
         self._dkv_dtype = spec.dtypes.get(Buffer.DKV_OUT)
         if steps.splits_heads:
             self.first_heads = LocalHeads.of(k).first
         self._issue(steps.start)
         self._rest = steps.run
+
+    def _known_steps(self, k: torch.Tensor, waits_in_kernel: bool) -> PreparedSteps:
+        """The steps of a call that Python issues; begins the call."""
+        parity = self._begin(k) if self._parity is None else self._parity
+        prepared, key = self._known.steps, (self._key, waits_in_kernel, parity)
+        if key not in prepared:
+            backend = self._backend
+            prepared[key] = self._prepare(backend, k, self._spec, parity, waits_in_kernel)
+        return prepared[key]
+
+    def _prepare(
+        self, memory: Memory, k: torch.Tensor, spec: BufferSpec, parity: int, waits_in_kernel: bool
+    ) -> PreparedSteps:
+        direction = "backward" if self._pass_type == "backward" else "forward"
+        local_kv = self.make_local_kv(direction, k, self._plan, self.precision)
+        given = self._plan, self._pass_type, spec, parity, local_kv, waits_in_kernel
+        return _prepare_steps(memory, *given)
 
     def run(self, attend: Attend) -> None:
         """As `RingPass.run`. Hop 0 comes last; some of its KV heads may come first.
@@ -275,7 +270,7 @@ class SymmetricRingPass:
             if builder is None:
                 self._backend.issue(prepared)
             else:
-                prepared.add_to(builder)
+                prepared.add()
             if work is None:
                 continue
             if builder is None:
@@ -305,7 +300,7 @@ class SymmetricRingPass:
 
     def _do_hop(self, work: AttendHop, tensors: tuple[Any, ...], dkv: torch.Tensor | None) -> None:
         if work.kv is not None:
-            self._attend(work.hop, HopTensors.of(map(symbolic_memory, tensors)))
+            self._attend(work.hop, HopTensors.of(tensors))
             return
         local = (*self._local, *(() if dkv is None else dkv.unbind(1)))
         if work.part is Part.ALL:
@@ -317,7 +312,7 @@ class SymmetricRingPass:
 
 
 def _prepare_steps(
-    backend: Backend,
+    backend: Memory,
     plan: ContextPlan,
     pass_type: str,
     spec: BufferSpec,
@@ -332,10 +327,8 @@ def _prepare_steps(
 
     def rows(part: BufferSlice, end: int | None = None) -> torch.Tensor:
         """(n, 2, hk, d): the slice's rows; with `end`, rows [0, end) of its slot, of this rank."""
-        size = spec.row_bytes[part.buffer]
-        begin, end = (part.begin, part.end) if end is None else (0, end)
-        memory = backend.local(part.buffer, part.slot)[begin * size : end * size]
-        return memory.view(spec.dtypes[part.buffer]).view(-1, *spec.row)
+        part = part if end is None else part._replace(begin=0, end=end)
+        return backend.rows(part, spec.row, spec.dtypes[part.buffer])
 
     def returns(received: Sequence[BufferSlice]) -> Returns:
         published = len(plan.kv_exchange.published)

@@ -1,24 +1,40 @@
 """Ring calls over peers' memory as programs, which the C++ launcher runs.
 
-The first call of a call signature and parity builds its schedule. Python begins the call: checks,
-agreement, number and parity, settings for the store's monitor, room in the shared memory. The
-launcher runs what follows, from the first driver call to the results. From the next such call on
-it knows the call by its arguments: Python only counts it, in `ReplayableCall.begin`.
+The first call of a call signature builds its schedule, or finds it prepared; each parity links it.
+Python begins the call: checks, agreement, number and parity, settings for the store's monitor, room
+in the shared memory. The launcher runs what follows, from the first driver call to the results.
+From the next such call on it knows the call by its arguments: Python only counts it, in
+`ReplayableCall.begin`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableMapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 
-from ringfa3.kernels.schedule import build
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.kernels.symbolic import ALIGNMENT, ScheduleError
-from ringfa3.pass_interface import HostCode
+from ringfa3.kernels.symbolic import Symbol
+from ringfa3.schedules.link import Resolvers, link
+from ringfa3.schedules.schedule import Code, Part, ScheduleBuilder
+from ringfa3.schedules.steps import DriverCall, MemoryOps
 from ringfa3.symmetric import cuda_driver
-from ringfa3.symmetric.stream_ops import Stream
+from ringfa3.symmetric.stream_ops import (
+    AttendGathered,
+    Buffer,
+    BufferSlice,
+    Copy,
+    Event,
+    Operation,
+    RecordEvent,
+    ResetArrivals,
+    SetSignal,
+    Stream,
+    WaitAndReset,
+    WaitEvent,
+)
 
 MAX_PROGRAMS = 64  # of a plan; beyond that all are forgotten
 
@@ -27,8 +43,222 @@ Inputs: TypeAlias = tuple[torch.Tensor | None, ...]
 Posts: TypeAlias = Sequence[tuple[Stream, Sequence[str]]]
 
 
+class Driver(Protocol):
+    """What takes the operations of a call, in the order in which the host issues them."""
+
+    def record(self, stream: Stream, event: Event) -> None: ...
+
+    def wait_event(self, stream: Stream, event: Event) -> None: ...
+
+    def copy(self, operation: Copy) -> None: ...
+
+    def words(self, stream: Stream, operations: Sequence[Operation]) -> None:
+        """Operations on words in memory, at least one of a stream, in one call. `ResetArrivals` has
+        the events of flags alone; `RecordEvent` sets the flag of its event."""
+
+
+def translate(operations: Sequence[Operation], in_kernel: frozenset[Event], driver: Driver) -> None:
+    """Gives a driver all that it does for some operations.
+
+    Operations on words that follow each other on one stream become one call.
+
+    in_kernel: events that are arrival flags, for which kernels wait in place of their stream.
+    """
+    for stream, run in itertools.groupby(operations, lambda x: x.stream):
+        words: list[Operation] = []
+        for operation in run:
+            if isinstance(operation, (SetSignal, WaitAndReset)):
+                words.append(operation)
+                continue
+            if isinstance(operation, ResetArrivals):
+                events = tuple(e for e in operation.events if e in in_kernel)
+                words += [ResetArrivals(events)] if events else []
+                continue
+            if isinstance(operation, RecordEvent) and operation.event in in_kernel:
+                words.append(operation)
+                continue
+            call = _call(operation, in_kernel, driver)
+            if call is None:
+                continue
+            if words:
+                driver.words(stream, words)
+                words = []
+            call()
+        if words:
+            driver.words(stream, words)
+
+
+def _call(
+    operation: Operation, in_kernel: frozenset[Event], driver: Driver
+) -> Callable[[], None] | None:
+    """The call of the driver that an operation is; None: it is none."""
+    if isinstance(operation, RecordEvent):
+        return lambda: driver.record(operation.stream, operation.event)
+    if isinstance(operation, WaitEvent):
+        return lambda: driver.wait_event(operation.stream, operation.event)
+    if isinstance(operation, AttendGathered) and operation.blocks[-1].arrived not in in_kernel:
+        last = operation.blocks[-1].arrived  # one stream copies all blocks
+        return lambda: driver.wait_event(operation.stream, last)
+    if isinstance(operation, Copy):
+        return lambda: driver.copy(operation)
+    return None
+
+
+# The symbols of a ring call. Those that differ by parity are of the parity with which it is linked.
+
+
+def _stream(stream: Stream) -> Symbol:
+    return ("stream", stream)
+
+
+def _event(event: Event) -> Symbol:
+    return ("event", *event)
+
+
+def _slot(part: BufferSlice) -> Symbol:
+    by_parity = part.buffer is Buffer.KV_SHARED
+    return ("slot", part.rank, part.buffer, None if by_parity else part.slot)
+
+
+class ScheduleDriver:
+    """`Driver` that adds steps to a schedule."""
+
+    def __init__(self, builder: ScheduleBuilder, row_bytes: dict[Buffer, int]) -> None:
+        self._builder, self._row_bytes = builder, row_bytes
+
+    def record(self, stream: Stream, event: Event) -> None:
+        what = f"{stream.name} records {event.name} {event.number}"
+        self._add("cuEventRecord", what, _event(event), _stream(stream))
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        what = f"{stream.name} waits for {event.name} {event.number}"
+        self._add("cuStreamWaitEvent", what, _stream(stream), _event(event))
+
+    def copy(self, operation: Copy) -> None:
+        source, target = operation.source, operation.target
+        size = (source.end - source.begin) * self._row_bytes[source.buffer]
+        what = f"{operation.stream.name} copies {size} bytes, {_described(target)} <- "
+        address = self._builder.address
+        arguments = self._address(target), self._address(source), size
+        step = DriverCall(
+            "cuMemcpyDtoDAsync_v2",
+            (*arguments, address(_stream(operation.stream))),
+            what + _described(source),
+        )
+        self._builder.add(step)
+
+    def words(self, stream: Stream, operations: Sequence[Operation]) -> None:
+        made: list[tuple[int, int, int, int]] = []
+        counts: list[tuple[int, int]] = []
+        waits: list[tuple[str, int]] = []
+        what: list[str] = []
+        address = self._builder.address
+        write, wait = (_fields(x) for x in (cuda_driver.write(0, 0), cuda_driver.wait(0, 0)))
+
+        def add(fields: tuple[int, int], symbol: Symbol, offset: int, value: int) -> None:
+            made.append((fields[0], address(symbol) + offset, value, fields[1]))
+
+        for x in operations:
+            if isinstance(x, SetSignal):
+                add(write, ("signal", *x.signal[:3]), 0, 1)
+                what.append(f"sets {x.signal.purpose.name} of rank {x.signal.receiver}")
+            elif isinstance(x, WaitAndReset):
+                add(wait, ("signal", *x.signal[:3]), 0, 1)
+                add(write, ("signal", *x.signal[:3]), 0, 0)
+                add(write, ("waits", stream), 0, 0)
+                counts.append((len(made) - 1, stream))
+                waits.append((x.what, x.signal.sender))
+                what.append(f"waits for {x.signal.purpose.name} of rank {x.signal.sender}")
+            else:
+                value = int(isinstance(x, RecordEvent))
+                events = (x.event,) if isinstance(x, RecordEvent) else x.events  # type: ignore[union-attr]
+                for event in events:
+                    add(write, ("arrivals",), ARRIVAL_BYTES * event.number, value)
+                    what.append(f"sets arrival {event.number} to {value}")
+        step = MemoryOps(
+            "cuStreamBatchMemOp_v2",
+            address(_stream(stream)),
+            tuple(made),
+            tuple(counts),
+            f"{stream.name} {', '.join(what)}",
+        )
+        self._builder.add(step)
+        if waits:
+            self._builder.wait(stream, waits)
+
+    def _add(self, name: str, what: str, *symbols: Symbol) -> None:
+        self._builder.add(DriverCall(name, tuple(map(self._builder.address, symbols)), what))
+
+    def _address(self, part: BufferSlice) -> int:
+        return self._builder.address(_slot(part)) + part.begin * self._row_bytes[part.buffer]
+
+
+ARRIVAL_BYTES = 4
+
+
+def _fields(x: cuda_driver.MemoryOp) -> tuple[int, int]:
+    return x.operation, x.flags
+
+
+def _described(part: BufferSlice) -> str:
+    return f"{part.buffer.name} of rank {part.rank} [{part.begin}:{part.end}]"
+
+
+class Prepared(NamedTuple):
+    """Operations of a schedule, in place of driver calls."""
+
+    operations: tuple[Operation, ...]
+    in_kernel: frozenset[Event]
+    driver: ScheduleDriver
+
+    def add(self) -> None:
+        translate(self.operations, self.in_kernel, self.driver)
+
+
+class ScheduleBackend:
+    """`ring_pass.Backend` while a schedule is built."""
+
+    def __init__(
+        self,
+        builder: ScheduleBuilder,
+        world: int,
+        device: torch.device,
+        row_bytes: dict[Buffer, int],
+        adapt: Callable[[list[Operation]], list[Operation]],
+    ) -> None:
+        self._builder, self._world, self._device = builder, world, device
+        self._driver, self.adapt = ScheduleDriver(builder, row_bytes), adapt
+
+    @property
+    def arrivals(self) -> torch.Tensor:
+        return self._builder.memory(("arrivals",), (self._world,), torch.int32, self._device)
+
+    def rows(self, part: BufferSlice, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Rows of this rank's own memory; shape: of a row."""
+        numbers = part.begin
+        for size in shape:
+            numbers *= size
+        whole = (part.end - part.begin, *shape)
+        return self._builder.memory(_slot(part), whole, dtype, self._device, numbers)
+
+    def prepare(self, operations: Sequence[Operation], in_kernel: frozenset[Event]) -> Prepared:
+        return Prepared(tuple(operations), in_kernel, self._driver)
+
+
+class Linker(Protocol):
+    """The process that runs programs, on a stream: a backend."""
+
+    ranks: list[int]
+
+    def resolvers(self, parity: int) -> Resolvers:
+        """Of the symbols of a call of a parity."""
+
+    def tensor_of(self, part: Part) -> torch.Tensor:
+        """Of this rank's own memory."""
+
+
 class RingProgram(NamedTuple):
-    """A program of the host library.
+    """A program of the C++ launcher.
 
     library  that made it
     held     by which the library knows it; None if Python runs all such calls
@@ -40,16 +270,18 @@ class RingProgram(NamedTuple):
     posts: Posts
 
     @classmethod
-    def of(cls, library: Any, inputs: Inputs, code: HostCode) -> RingProgram:
-        """The program of a call with this host code; see `kernels.schedule.build`."""
-        try:
-            schedule = build(inputs, code)
-        except ScheduleError:
+    def of(
+        cls, library: Any, code: Code | None, stream: CurrentStream, linker: Linker, parity: int
+    ) -> RingProgram:
+        """The program of a call with this schedule and parity; None: no schedule says it."""
+        if code is None:
             return cls(library, None, ())
-        posts: dict[Stream, list[str]] = {}
-        for on, names in schedule.posts:
-            posts.setdefault(Stream(on), []).extend(names)
-        return cls(library, schedule.program(library), tuple(posts.items()))
+        posts = [
+            (Stream(on), [f"{what} rank {linker.ranks[sender]}" for what, sender in waits])
+            for on, waits in code.waits
+        ]
+        held = link(library, code, stream, linker.resolvers(parity), linker.tensor_of)
+        return cls(library, held, posts)
 
     def run(self, inputs: Inputs, stream: CurrentStream, waits: Sequence[int]) -> Tensors:
         """The results of a call on a stream, the current one. waits: of earlier calls, by stream.
@@ -117,13 +349,3 @@ class ReplayableCall:
 
 
 Programs: TypeAlias = MutableMapping[Hashable, RingProgram]
-
-
-def signature_of(inputs: Inputs, settings: Hashable, stream: CurrentStream) -> Hashable:
-    """What a call's steps depend on, besides addresses."""
-    return settings, stream.id, *(None if x is None else _layout(x) for x in inputs)
-
-
-def _layout(x: torch.Tensor) -> Hashable:
-    """TMA addresses 16 bytes."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT

@@ -18,7 +18,8 @@ from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.context_plan import plan_context
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.backend import Group, SymmetricBackend
-from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.symmetric.stream_ops import BufferSpec
 
 TEST_TOKENS = 2048  # of a rank, 128 numbers each
 TEST_S = 30.0  # at most half the group's timeout: a rank that fails waits for the others

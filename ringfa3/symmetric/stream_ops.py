@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
+
+import torch
+
+from ringfa3.kernels.reference import accum_dtype
+from ringfa3.planning.context_plan import ContextPlan
 
 
 class Stream(IntEnum):
@@ -78,6 +84,42 @@ class BufferSlice(NamedTuple):
     slot: int  # 0 or 1; 0 for DKV_SUM, DKV_RECV and KV_GATHERED
     begin: int
     end: int
+
+
+class BufferSpec:
+    """Buffers of the calls of one plan, pass type and shape of keys.
+
+    row        shape of a buffer's row: (2, hk, d), K and V or dK and dV
+    rows       that a slot of each buffer must hold
+    dtypes     of the same buffers
+    row_bytes  of the same buffers
+    """
+
+    def __init__(self, plan: ContextPlan, pass_type: str, k: torch.Tensor) -> None:
+        """pass_type: "forward", "gathered" or "backward"; k: (tokens, hk, d), or a "meta"
+        tensor."""
+        self.row = (2, *k.shape[1:])
+        most = plan.kv_exchange.max_rows
+        if pass_type == "gathered":
+            self.rows = {Buffer.KV_SHARED: most.published, Buffer.KV_GATHERED: most.gathered}
+        else:
+            self.rows = {Buffer.KV_SHARED: most.published, Buffer.KV_RECV: most.published}
+        self.dtypes = dict.fromkeys(self.rows, k.dtype)
+        if pass_type == "backward":
+            self.rows |= {
+                Buffer.DKV_OUT: most.published,
+                Buffer.DKV_SUM: most.published,
+                Buffer.DKV_RECV: most.returned,
+            }
+            floats = (Buffer.DKV_OUT, Buffer.DKV_SUM, Buffer.DKV_RECV)
+            self.dtypes |= dict.fromkeys(floats, accum_dtype(k.dtype))
+        numbers = 2 * k.shape[1] * k.shape[2]
+        self.row_bytes = {b: numbers * dtype.itemsize for b, dtype in self.dtypes.items()}
+
+    @cached_property
+    def slot_bytes(self) -> dict[Buffer, int]:
+        """Bytes that a slot of each buffer must hold."""
+        return {buffer: rows * self.row_bytes[buffer] for buffer, rows in self.rows.items()}
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Slow:
             self.sleep(side=operation.stream is not Stream.COMPUTE)
             if isinstance(operation, Copy):
                 rows = operation.target
-                row_bytes = backend._row_bytes[rows.buffer]
+                row_bytes = backend.row_bytes[rows.buffer]
                 arriving = backend.local(rows.buffer, rows.slot)
                 arriving = arriving[rows.begin * row_bytes : rows.end * row_bytes]
                 arriving.copy_(self.poison[: len(arriving)], non_blocking=True)

@@ -189,7 +189,7 @@ def test_a_launch_resets_its_counter(cpu: Machine) -> None:
     cpu.settings(seed=4)
     for _ in range(3):
         problem.check(*problem.run())
-        assert [counter.item() for counter in forward._counters.of_streams.values()] == [0]
+        assert [counter.item() for counter in forward.counters.of_streams.values()] == [0]
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ringfa3 import plan_context
-from ringfa3.kernels.schedule import Schedule, build
 from ringfa3.kernels.symbolic import ScheduleError
 from ringfa3.pass_interface import LocalPass
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.ring import op
 from ringfa3.ring.prepare_call import PreparedCall
+from ringfa3.schedules import host_code
+from ringfa3.schedules.schedule import Schedule, build
 from tests.support.fake_kernels import FakeKernels
 
 TOKENS, SCALE = 200, 0.125
@@ -59,11 +59,11 @@ def prepared(pass_type: str) -> tuple[PreparedCall, LocalPass]:
 
 
 def forward(*given: torch.Tensor | None) -> Schedule:
-    return build(given, partial(op._forward_hops, SCALE, *prepared("forward")))
+    return build(given, partial(host_code.forward_hops, SCALE, *prepared("forward")))
 
 
 def backward(*given: torch.Tensor | None) -> Schedule:
-    return build(given, partial(op._gradients, SCALE, False, *prepared("backward")))
+    return build(given, partial(host_code.gradients, SCALE, False, *prepared("backward")))
 
 
 def test_a_forward(fake_kernels: FakeKernels) -> None:

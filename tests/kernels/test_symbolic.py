@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ringfa3.kernels.schedule import ScheduleBuilder
 from ringfa3.kernels.symbolic import ScheduleError, decode, viewed_stride
+from ringfa3.schedules.schedule import ScheduleBuilder
 
 
 def random_view(rng: random.Random) -> torch.Tensor:

@@ -43,7 +43,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     made = Events()
     monkeypatch.setattr(uploads, "record_event", made.record)
     monkeypatch.setattr(uploads, "finish", made.finish)
-    monkeypatch.setattr(forward, "_tables", uploads.Uploads())
+    monkeypatch.setattr(forward, "_tables", uploads.Uploads("of a test"))
     return made
 
 
@@ -81,30 +81,31 @@ def test_a_plan_is_uploaded_once_for_each_direction(
     events: Events, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
     """All hops, and a backward's heads in two calls: the tables lie at their addresses."""
-    plan, uploads_made = plan_context([0, 150, 700], (1, 3)).hops, []
+    plan, made = plan_context([0, 150, 700], (1, 3)).hops, []
+    upload = uploads.Packed.upload
 
-    def upload(*arguments: Any) -> uploads.Uploaded:
-        uploads_made.append(arguments)
-        return uploads.upload(*arguments)
+    def counted(packed: uploads.Packed, device: torch.device) -> torch.Tensor:
+        made.append(packed)
+        return upload(packed, device)
 
-    monkeypatch.setattr(forward, "upload", upload)
-    monkeypatch.setattr(backward, "upload", upload)
+    monkeypatch.setattr(uploads.Packed, "upload", counted)
     tilings = plan.forward(128)
     found = {id(forward.tables(x, on(1))): forward.tables(x, on(1)) for x in tilings}
     (tables,) = found.values()
     for tiling, hop in zip(tilings, tables.hops, strict=True):
         assert at(hop.tiles, tiling.tiles) == tiling.tiles.tobytes()
         assert at(hop.spans, tiling.spans) == tiling.spans.tobytes()
-    assert len(uploads_made) == 1
+    assert len(made) == 1
 
     (unit,) = (u for u in UNITS if u.name == "backward-d128-bf16")
     split = backward.Split(group=2, kv_heads=3, first_heads=1)
-    made = backward.Tables.of(plan, unit, deterministic, split, 132, CPU)
-    assert len(uploads_made) == 2
+    host = backward.HostTables.of(plan, unit, deterministic, split, 132)
+    memory = host.packed.upload(CPU)
+    there = host.at(memory, memory.data_ptr())
     blocks = backward.grid_blocks(plan, unit.tile_m)
-    assert at(made.blocks, blocks) == blocks.tobytes()
-    assert sorted(made.hops) == [(0, 1), (0, 2), (1, 3), (2, 3)]
-    for (number, heads), hop in made.hops.items():
+    assert at(there.blocks, blocks) == blocks.tobytes()
+    assert sorted(there.hops) == [(0, 1), (0, 2), (1, 3), (2, 3)]
+    for (number, heads), hop in there.hops.items():
         tiling = plan.backward(unit.tile_n, unit.tile_m, deterministic)[number]
         settings = 132 // unit.cluster, unit.head_dim, deterministic
         units = split_work(tiling, unit.tile_m, 2, heads, *settings)
@@ -121,11 +122,13 @@ def test_a_captured_launch_waits_for_the_upload_that_it_reads(
 ) -> None:
     """Once: the first upload, of whatever stream, with an event recorded behind it."""
 
-    def upload(*arguments: Any) -> uploads.Uploaded:
-        events.log.append(("upload", 0))
-        return uploads.upload(*arguments)
+    upload = uploads.Packed.upload
 
-    monkeypatch.setattr(forward, "upload", upload)
+    def logged(packed: uploads.Packed, device: torch.device) -> torch.Tensor:
+        events.log.append(("upload", 0))
+        return upload(packed, device)
+
+    monkeypatch.setattr(uploads.Packed, "upload", logged)
     some = tiling()
     first = read(some, on(1))
     expected = [("upload", 0), ("record", 0)]
@@ -201,4 +204,4 @@ def test_a_tile_with_spans_and_no_key_to_visit_is_refused() -> None:
     row0, rows = (int(some.tiles[name][0]) for name in ("row0", "rows"))
     message = rf"tile 0, rows \[{row0}, {row0 + rows}\), has spans and no key to visit"
     with pytest.raises(ValueError, match=message):
-        forward.Tables.of(Tiling(some.size, some.tiles, spans, some.earlier), CPU)
+        forward.HostTables.of(Tiling(some.size, some.tiles, spans, some.earlier))

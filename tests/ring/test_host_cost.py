@@ -22,8 +22,9 @@ from ringfa3.ring.group import RingGroup
 from ringfa3.symmetric import schedule, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ipc_memory import IpcMemory
-from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.self_test import open_backend
+from ringfa3.symmetric.stream_ops import BufferSpec
 from tests.support.fake_cuda import Call, FakeCuda, FakeGroup, Ranks
 from tests.support.placements import laid_out
 from tests.support.ranks import Ranks as Processes

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from benchmarks.sent_rows import mix
 from ringfa3 import ContextPlan, plan_context, ring_attn_func
+from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.ring.p2p import FakeTransport, GlooTransport, Message
-from ringfa3.ring.p2p_pass import KV, RETURN, P2PRingPass
+from ringfa3.ring.p2p_pass import KV, RETURN, P2PRingPass, _SentRows
 from tests.support.dense import band, cumulative, mask, tensors
 from tests.support.ranks import Ranks
 
@@ -175,3 +176,16 @@ def test_launches_of_many_documents_hold_two_blocks() -> None:
     largest = int(np.diff(exchange.visible).max())
     assert min(made) > 0
     assert sum(made) <= max(2 * int(exchange.block_rows.max()), 3 * largest)
+
+
+@pytest.mark.parametrize("lists", [[[1, 2, 3], [5, 1, 9], [], [4]], [], [[7, 3]]])
+def test_rows_to_send_lie_in_one_upload(lists: list[list[int]]) -> None:
+    """Reference: `RowIndex.of_each`, which CPU tensors use."""
+    sent = [np.array(rows, np.int64) for rows in lists]
+    tables = _SentRows(sent)
+    memory = tables.packed.upload(torch.device("cpu"))
+    found = tables.at(memory, memory.data_ptr())
+    for index, expected in zip(found, RowIndex.of_each(sent, memory.device), strict=True):
+        assert type(index.rows) is type(expected.rows)
+        x = torch.arange(20)
+        assert torch.equal(x[index.rows], x[expected.rows])

@@ -241,7 +241,7 @@ class Machine:
         """
         self.runtime.emulator_reset(seed, async_chance, deadlock_s, resident_ctas)
         uploaded = (forward._tables, backward._tables, quantise._tables)
-        others = (quantised._first_tiles, forward._counters, local_kv._uploaded)
+        others = (quantised._first_tiles, forward.counters, local_kv._uploaded)
         for table in (*uploaded, *others):
             table.clear()
         self._kept.clear()

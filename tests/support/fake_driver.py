@@ -22,7 +22,7 @@ from ringfa3.kernels import launch
 from ringfa3.kernels.backward import BackwardArgs
 from ringfa3.kernels.forward import ForwardArgs
 from ringfa3.kernels.launch import Tensor3, pointer_offsets
-from ringfa3.kernels.schedule import POINTER, STRUCTURES
+from ringfa3.schedules.steps import POINTER, STRUCTURES
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.backend import SymmetricBackend
 from tests.support.fake_cuda import FakeCuda

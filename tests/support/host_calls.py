@@ -9,7 +9,7 @@ import torch
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func
 from ringfa3.kernels.launch import pointer_offsets
-from ringfa3.kernels.schedule import POINTER, STRUCTURES, pointer_names
+from ringfa3.schedules.steps import POINTER, STRUCTURES, pointer_names
 from tests.support.fake_kernels import FakeKernels, Launched
 
 # Pointers of launches to tables of a plan, which both hosts share, and into a backward's workspace.

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from ringfa3.symmetric.cuda_graphs import fork_join
-from ringfa3.symmetric.ring_pass import BufferSpec, CallCache
+from ringfa3.symmetric.ring_pass import CallCache
 from ringfa3.symmetric.stream_ops import (
     AddToSum,
     AttendGathered,
     AttendHop,
     Buffer,
     BufferSlice,
+    BufferSpec,
     Copy,
     Event,
     Operation,
@@ -172,8 +173,10 @@ class SimulatedBackend:
         joined[number] += 1
         yield lambda: joined[number] == self.world.size
 
-    def local(self, buffer: Buffer, slot: int) -> torch.Tensor:
-        return torch.from_numpy(self.world.memory[self.rank, buffer, slot])
+    def rows(self, part: BufferSlice, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        size = self.row_bytes[part.buffer]
+        memory = torch.from_numpy(self.world.memory[self.rank, part.buffer, part.slot])
+        return memory[part.begin * size : part.end * size].view(dtype).view(-1, *shape)
 
     def then(self, work: Callable[[], None]) -> None:
         """The caller's own work on the compute stream."""

@@ -22,16 +22,17 @@ from ringfa3.kernels import reference
 from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.tiling import Plan
-from ringfa3.ring import op
 from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.op import ring_attention
 from ringfa3.ring.prepare_call import PreparedCall, pass_type_of
+from ringfa3.schedules import host_code
 from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES, select_forward_mode
-from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.self_test import open_backend
+from ringfa3.symmetric.stream_ops import BufferSpec
 from tests.support import ranks as processes
 from tests.support.dense import attention, gradients, mask, tensors, worst
 from tests.support.fake_cuda import FakeCuda, FakeGroup, Ranks
@@ -115,7 +116,7 @@ def test_attention_equals_one_device_while_the_memory_grows(world: int, forward:
     here: dict[int, SymmetricBackend] = {}
     ranks = Ranks(world, seed=world)
     kind, *inside = forward.split(", ")
-    kernel = Waiting(ranks.cuda) if inside else op.select_forward
+    kernel = Waiting(ranks.cuda) if inside else host_code.select_forward
 
     def prepared(*given: Any, **_: Any) -> PreparedCall:
         q, k, _, plan, *_, direction = given
@@ -124,7 +125,7 @@ def test_attention_equals_one_device_while_the_memory_grows(world: int, forward:
 
     with (
         mock.patch.dict(os.environ, {FORWARD_MODE_ENV: kind}),
-        mock.patch.object(op, "select_forward", kernel),
+        mock.patch.object(host_code, "select_forward", kernel),
         mock.patch("ringfa3.symmetric.ipc_memory.ALIGNMENT", 64),
         mock.patch("ringfa3.ring.op.prepare_call", prepared),
         mock.patch.multiple(reference, TILE_M=4, TILE_N=4),

@@ -16,8 +16,9 @@ from ringfa3.symmetric import self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.cuda_graphs import capture_error
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
-from ringfa3.symmetric.ring_pass import BufferSpec, SymmetricRingPass
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.self_test import open_backend
+from ringfa3.symmetric.stream_ops import BufferSpec
 from tests.support.fake_cuda import FakeGroup, Ranks
 from tests.support.placements import laid_out
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ringfa3 import host
-from ringfa3.kernels.schedule import DTYPES
 from ringfa3.planning import context_plan
 from ringfa3.ring import op
+from ringfa3.schedules.schedule import DTYPES
 from ringfa3.symmetric import cuda_driver
 from tests.support.fake_kernels import FakeKernels
 from tests.symmetric.test_replayable_calls import OWN_TURNS, OpRank, on_op_ranks

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from ringfa3 import host
-from ringfa3.kernels.schedule import STRUCTURES
 from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.ring.op import run_backward, run_forward
 from ringfa3.ring.prepare_call import PreparedCall
+from ringfa3.schedules.steps import STRUCTURES
 from ringfa3.symmetric import cuda_driver, ring_pass, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ring_pass import SymmetricRingPass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringfa3 import plan_context
+from ringfa3 import KernelSpec, plan_context
 from train.data.position_buckets import position_buckets
 from train.data.samples import IGNORED, Sample
 
@@ -50,10 +50,12 @@ def make_batch(
     cp_group: dist.ProcessGroup | None,
     layout: str,
     window_size: tuple[int, int] = (-1, -1),
+    prepare: Sequence[KernelSpec] = (),
 ) -> Batch:
     """This rank's shard of ``sample``, with the plan of its causal attention.
 
-    ``cp_group`` shares the sample; None means this process alone. The labels were shifted before
+    ``cp_group`` shares the sample; None means this process alone. ``prepare`` is as in
+    ``plan_context``. The labels were shifted before
     the sample is sharded, so no rank needs the first token of another one.
     """
     plan = plan_context(
@@ -62,6 +64,7 @@ def make_batch(
         layout=layout,
         causal=True,
         window_size=window_size,
+        prepare=prepare,
     )
     labels = plan.shard(torch.from_numpy(sample.labels))
     return Batch(

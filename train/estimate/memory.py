@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ringfa3.kernels.backward import STATISTIC_WORDS
-from ringfa3.symmetric.ring_pass import BufferSpec
-from ringfa3.symmetric.stream_ops import Buffer
+from ringfa3.symmetric.stream_ops import Buffer, BufferSpec
 from train.estimate.job import Job, parameters
 
 HALF, FULL = 2, 4  # bytes of a bfloat16 and of a float32

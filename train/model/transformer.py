@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ringfa3 import RingFA3Attention, flash_attn_func, keep_attention
+from ringfa3 import KernelSpec, RingFA3Attention, flash_attn_func, keep_attention
 from train.compile_choice import compiles
 from train.config import Config, MemoryConfig, ModelConfig
 from train.data.batches import Batch
@@ -296,6 +296,15 @@ class LanguageModel(nn.Module):
         with self._arithmetic(tokens_T.device):
             hidden_TD = self.transformer(tokens_T, positions_T, None, caches)
             return F.linear(hidden_TD[-1], self.transformer.head).float()
+
+    def kernel_specs(self, device: torch.device) -> list[KernelSpec]:
+        """Its calls of attention on a GPU, for ``plan_context``; none on a CPU."""
+        layers = [x for x in self.modules() if isinstance(x, RingFA3Attention)]
+        if device.type != "cuda" or self.dtype == torch.float32:
+            return []
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        native = (x for x in layers if x.precision == "native")
+        return list(dict.fromkeys(x.kernel_spec(self.dtype, sms) for x in native))
 
     def _arithmetic(self, device: torch.device) -> torch.autocast:
         lower = self.dtype != torch.float32

@@ -71,6 +71,7 @@ class Trainer:
         draw = not loads_weights(config, folder, parallel)
         self.engine = make_engine(config, vocabulary_size(corpus.tokenizer), parallel, draw)
         self.model = self.engine.model
+        self.specs = self.model.kernel_specs(parallel.device)
         self.times = time_split_on(parallel.device)
         if self.times is not None:
             set_op_hook(self.times.op)
@@ -323,10 +324,8 @@ class Trainer:
         numbers = [m * parallel.dp + parallel.dp_rank for m in range(self.accumulation)]
         firsts = [sample + number * at_once for number in numbers]
         sharding = (parallel.cp_group, self.config.parallel.layout, widest(self.config.model))
-        return [
-            make_batch(concatenate([self.samples[first + n] for n in range(at_once)]), *sharding)
-            for first in firsts
-        ]
+        samples = (concatenate([self.samples[x + n] for n in range(at_once)]) for x in firsts)
+        return [make_batch(sample, *sharding, self.specs) for sample in samples]
 
     def _evaluate(
         self,

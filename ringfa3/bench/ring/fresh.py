@@ -12,7 +12,7 @@ from collections import defaultdict
 
 import torch
 
-from ringfa3 import ring_attn_func
+from ringfa3 import KernelSpec, ring_attn_func
 from ringfa3.bench.common.accuracy import WrongResultError
 from ringfa3.bench.common.cases import BACKWARD
 from ringfa3.bench.common.comparison import (
@@ -28,8 +28,10 @@ from ringfa3.bench.ring.cases import RingCase, packing
 from ringfa3.bench.ring.implementations import Ring
 from ringfa3.planning.context_plan import ContextPlan
 
-# The calls on a plan that has run before, and on one that has not.
-AGAIN, FRESH = MODES = ("the same plan again", "a fresh plan")
+# The calls on a plan that has run before, on one that has not, and on one that has not and was
+# prepared by a `KernelSpec`.
+AGAIN, FRESH, PREPARED = MODES = ("the same plan again", "a fresh plan", "a prepared plan")
+FIRST = MODES[1:]  # calls on a plan of their own
 LAYERS, SMOKE_LAYERS = 16, 2  # forwards of a step, then as many backwards; on a GPU and on a CPU
 WARM_UP_STEPS = 2
 
@@ -50,6 +52,11 @@ class Step:
 
         self._qkv = [normal(n) for n in (case.heads, case.kv_heads, case.kv_heads)]
         self._dout = normal(case.heads)
+        sms = KernelSpec.num_sms
+        if device.type == "cuda":
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+        kernels = dtype if device.type == "cuda" else torch.bfloat16  # the CPU has none
+        self.spec = KernelSpec(case.heads, case.kv_heads, case.head_dim, kernels, num_sms=sms)
 
     def run(self, plan: ContextPlan) -> tuple[torch.Tensor, list[float]]:
         """The first output, and seconds: of the host to start the forwards, to start the backwards,
@@ -85,7 +92,7 @@ def measure_fresh(
 ) -> RingRow:
     """The row of a case: steps on a packing of their own, each followed by steps on the same one.
 
-    The ratio is the time of a fresh plan over that of the plan's third step. Timed only where both
+    The ratio is the time of a plan's first step over that of its third step. Timed only where both
     give equal bits.
     """
     row = RingRow.of(case, BACKWARD, str(dtype).removeprefix("torch."), MODES)
@@ -95,33 +102,42 @@ def measure_fresh(
         release_memory(device)
         with raising_on_all_ranks(device, comm):
             step = Step(case, ring, dtype, device)
-            seconds: dict[str, list[float]] = defaultdict(list)
+            seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
             host: dict[str, list[float]] = defaultdict(list)
             wrong: str | None = None
             for number in range(WARM_UP_STEPS + pairs):
-                lengths = packing(case.tokens, random.Random(1 + number))
-                begin = time.perf_counter()
-                plan = ring.plan_of([0, *itertools.accumulate(lengths)])
-                _ = plan.digest  # made where the plan is
-                host["plan"].append(time.perf_counter() - begin)
-                outs = {}
-                for mode in (FRESH, None, AGAIN):  # between them a step that nobody times
-                    comm.barrier()
-                    step.wait()  # the barrier runs on the device; `run` has waited for its own work
-                    out, (forward, backward, all_calls) = step.run(plan)
-                    if mode is None:
-                        continue
-                    outs[mode] = out
-                    host[f"{mode}, forward"].append(forward)
-                    host[f"{mode}, backward"].append(backward)
-                    seconds[mode].append(all_calls)
-                if wrong is None and not torch.equal(outs[FRESH], outs[AGAIN]):
-                    wrong = f"step {number}: {FRESH} and {AGAIN} differ in out"
+                for first in FIRST:
+                    lengths = packing(case.tokens, random.Random(f"{first} {number}"))
+                    cu_seqlens = [0, *itertools.accumulate(lengths)]
+                    begin = time.perf_counter()
+                    plan = ring.plan_of(cu_seqlens)
+                    _ = plan.digest  # made where the plan is
+                    host["plan"].append(time.perf_counter() - begin)
+                    if first == PREPARED:
+                        begin = time.perf_counter()
+                        step.spec.prepare(plan)
+                        host["preparing a plan"].append(time.perf_counter() - begin)
+                    outs = []
+                    for mode in (first, None, AGAIN):  # between them a step that nobody times
+                        comm.barrier()
+                        step.wait()  # for the barrier, which runs on the device
+                        out, (forward, backward, all_calls) = step.run(plan)
+                        if mode is None:
+                            continue
+                        outs.append(out)
+                        host[f"{mode}, forward"].append(forward)
+                        host[f"{mode}, backward"].append(backward)
+                        seconds[mode, first].append(all_calls)
+                    if wrong is None and not torch.equal(*outs):
+                        wrong = f"step {number}: {first} and {AGAIN} differ in out"
             if wrong is not None:  # after the loop, whose barriers the other ranks wait in
                 raise WrongResultError(wrong)
         with raising_on_all_ranks(device, comm):
-            again, fresh = (comm.maximum(seconds[mode][WARM_UP_STEPS:]) for mode in MODES)
-            row.comparisons[FRESH] = comparison_of(Paired(again, fresh, 1, (0.0, 0.0)))
+            for first in FIRST:
+                again, fresh = (
+                    comm.maximum(seconds[mode, first][WARM_UP_STEPS:]) for mode in (AGAIN, first)
+                )
+                row.comparisons[first] = comparison_of(Paired(again, fresh, 1, (0.0, 0.0)))
             for name, values in host.items():
                 row.host[name] = comm.all_gather_object(median(values[WARM_UP_STEPS:]))
     return row

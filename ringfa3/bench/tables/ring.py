@@ -110,7 +110,7 @@ def _checkpoint(rows: list[RingRow]) -> Iterator[str]:
 
 def _fresh(rows: list[RingRow]) -> Iterator[str]:
     yield "Rows have the ring calls of a step with its own packing, the host counted. The ratio is"
-    yield "the time of a fresh plan over that of the same plan again, a median of pairs. The last"
+    yield "the time of a plan's first step over that of its third one, a median of pairs. The last"
     yield "columns have the microseconds of the host to start a call, on the rank with most."
     yield ""
     columns = ["GPUs", "case", "plan", "ms", "ratio [95%]", "forward, µs", "backward, µs"]

@@ -135,9 +135,9 @@ def test_sets_without_peers_from_end_to_end(tmp_path: Path) -> None:
         (BACKWARD, 1, "4 a GPU"),
     ]
     for row in fresh:
-        (comparison,) = row.comparisons.values()
-        assert len(comparison.seconds[0]) == len(comparison.seconds[1]) == 10
-        assert len(row.host) == 5
+        assert row.comparisons.keys() == {"a fresh plan", "a prepared plan"}
+        assert all(len(c.seconds[0]) == len(c.seconds[1]) == 10 for c in row.comparisons.values())
+        assert len(row.host) == 8
         assert all(len(seconds) == row.world for seconds in row.host.values())
     assert {path.name for path in out.iterdir()} == {"results.json", "table.txt"}
     error, host, block, steps = printed.splitlines()[-4:]
@@ -147,7 +147,7 @@ def test_sets_without_peers_from_end_to_end(tmp_path: Path) -> None:
     assert "; backward RingFA3 " in host
     assert "checkpoint: kept / recomputed / stored: 4 a GPU on 2: kept " in block
     assert block.endswith(" of stored, 1 / 2 / 1 rings forward")
-    assert "fresh: the same plan again / a fresh plan: 4 a GPU on 2: " in steps
+    assert "fresh: the same plan again / a fresh plan / a prepared plan: 4 a GPU on 2: " in steps
 
 
 @pytest.mark.parametrize(

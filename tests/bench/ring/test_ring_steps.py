@@ -43,7 +43,7 @@ def test_a_block_that_recomputes_or_has_other_gradients_is_not_timed(
 
 
 def test_each_step_of_fresh_has_a_packing_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is not timed if the output of a plan changes."""
+    """Every second one was prepared. None is timed if the output of a plan changes."""
     plans: list[ContextPlan] = []
     step = fresh.Step.run
 
@@ -55,6 +55,7 @@ def test_each_step_of_fresh_has_a_packing_of_its_own(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fresh.Step, "run", run)
     case, device = next(iter(RING_SETS["fresh"](1, 64))), torch.device("cpu")
     row = fresh.measure_fresh(case, Ring(Communicator()), torch.bfloat16, device, 10, WallClock())
-    assert row.stopped == "wrong: step 10: a fresh plan and the same plan again differ in out"
+    assert row.stopped == "wrong: step 5: a fresh plan and the same plan again differ in out"
     assert [id(plan) for plan in plans[::3]] == [id(plan) for plan in plans[2::3]]
-    assert len({plan.digest for plan in plans}) == 12
+    assert len({plan.digest for plan in plans}) == 24
+    assert [bool(plan.prepared) for plan in plans[::3]] == [False, True] * 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import yaml
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringfa3 import plan_context, ring_attn_func
+from ringfa3 import KernelSpec, plan_context, ring_attn_func
 from train.config import Config, ConfigError, DataConfig, MemoryConfig, ModelConfig
 from train.data.batches import make_batch
 from train.data.samples import Sample
@@ -224,6 +225,20 @@ def test_bfloat16_autocast_keeps_weights_and_losses_in_float32():
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
     difference = (losses - expected).detach().abs().max()
     assert 0 < difference < 0.02 * expected.detach().max()
+
+
+def test_a_plan_is_prepared_for_the_models_calls(monkeypatch):
+    """One spec for all layers; on a CPU, or in float32, there is nothing to prepare."""
+    properties = types.SimpleNamespace(multi_processor_count=99)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    model, gpu = build(dim=256), torch.device("cuda")
+    assert not model.kernel_specs(gpu)
+    model.dtype = torch.bfloat16
+    assert not model.kernel_specs(torch.device("cpu"))
+    specs = model.kernel_specs(gpu)
+    assert specs == [KernelSpec(4, 2, 64, num_sms=99)]
+    batch = make_batch(packed_sample([40, 25]), (1, 2), "zigzag", (-1, -1), specs)
+    assert len(batch.plan.prepared) == 2
 
 
 def test_weights_depend_on_the_seed_alone():

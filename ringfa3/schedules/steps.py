@@ -1,0 +1,227 @@
+"""The steps of a schedule, and how words say them.
+
+csrc/host/program.h has the same steps in C++, csrc/host/read_program.h reads the words.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ringfa3.kernels import backward, forward, local_kv
+from ringfa3.kernels.launch import pointer_offsets
+from ringfa3.kernels.symbolic import OFFSET_BITS, SYMBOLS, Address, Shape, Symbol
+
+if TYPE_CHECKING:
+    from ringfa3.build.units import Unit
+
+STRUCTURES: dict[str, type[ctypes.Structure]] = {
+    "forward": forward.ForwardArgs,
+    "preprocess": backward.PreprocessArgs,
+    "backward": backward.BackwardArgs,
+    "postprocess": backward.PostprocessArgs,
+    "publish": local_kv.PublishArgs,
+    "add_returns": local_kv.AddReturnsArgs,
+    "round_gradients": local_kv.RoundGradientsArgs,
+}
+POINTERS = {name: pointer_offsets(structure) for name, structure in STRUCTURES.items()}
+LAUNCH, ZERO, COPY, DRIVER_CALL, MEMORY_OPS, SUM_COLUMNS = range(6)  # in words
+POINTER = 8  # bytes
+DRIVER_WORDS = 4  # arguments of a driver call, at most
+OPERATION_WORDS = 6  # of cuda_driver.MemoryOp
+VALUE = 2  # the word of its value
+LINE = 96  # characters
+
+
+class Words:
+    """64-bit words, and which of them are offsets from symbols."""
+
+    def __init__(self, symbols: dict[Symbol, int]) -> None:
+        """symbols: by number; new ones are added."""
+        self.symbols = symbols
+        self.values: list[int] = []
+        self.at: list[int] = []  # words that are offsets
+        self.symbol_of: list[int] = []  # of each of these
+        self.names: list[str] = []
+
+    def add(self, *values: int) -> None:
+        self.values += values
+
+    def refer(self, symbol: Symbol, offset: int = 0) -> None:
+        """Adds an address."""
+        self._refer(self.symbols.setdefault(symbol, len(self.symbols)), offset)
+
+    def add_values(self, values: Sequence[int]) -> None:
+        """Adds numbers and symbolic addresses, which no number is as large as."""
+        for value in values:
+            number = (value >> OFFSET_BITS) - 1 - SYMBOLS
+            if number < 0:
+                self.values.append(value)
+            else:
+                self._refer(number, value & ((1 << OFFSET_BITS) - 1))
+
+    def add_bytes(self, data: bytes, addresses: Sequence[tuple[int, Address]]) -> None:
+        """Adds bytes, of which those at some places are addresses of symbols."""
+        first = len(self.values)
+        self.values += np.frombuffer(data + bytes(-len(data) % POINTER), np.int64).tolist()
+        for at, (number, offset) in addresses:
+            word = first + at // POINTER
+            self.values[word] = offset
+            self.at.append(word)
+            self.symbol_of.append(number - SYMBOLS)
+
+    def name(self, name: str) -> None:
+        self.names.append(name)
+        self.values.append(len(self.names) - 1)
+
+    def _refer(self, number: int, offset: int) -> None:
+        self.at.append(len(self.values))
+        self.symbol_of.append(number)
+        self.values.append(offset)
+
+
+class View(NamedTuple):
+    """A part of an input or a buffer, in elements; with a negative number a whole `Part`."""
+
+    tensor: int
+    offset: int
+    shape: Shape
+    stride: Shape
+
+    def words(self) -> Iterator[int]:
+        yield from (self.tensor, self.offset, len(self.shape), *self.shape)
+        yield from (len(self.stride), *self.stride)
+
+    def text(self, names: Sequence[str]) -> str:
+        if self.tensor < 0:
+            return f"memory {-1 - self.tensor}"
+        offset = f"+{self.offset}" if self.offset else ""
+        return f"{names[self.tensor]}{offset}{list(self.shape)}"
+
+
+class Launch(NamedTuple):
+    """ringfa3_NAME of a unit. args have 0 where an address goes.
+
+    patches    addresses of inputs and buffers, by byte
+    addresses  of symbols, by byte
+    """
+
+    unit: Unit
+    name: str
+    args: bytes
+    patches: tuple[tuple[int, Address], ...]
+    addresses: tuple[tuple[int, Address], ...]
+
+    def encode(self, words: Words) -> None:
+        words.add(LAUNCH)
+        words.refer(("entry", self.unit, self.name))
+        words.name(f"{self.name} of {self.unit.name}")
+        words.add(len(self.args))
+        words.add_bytes(self.args, self.addresses)
+        words.add(len(self.patches), *(x for at, place in self.patches for x in (at, *place)))
+
+    def text(self, names: Sequence[str]) -> str:
+        structure = STRUCTURES[self.name]
+        fields = dict(zip(POINTERS[self.name], pointer_names(structure), strict=True))
+        found = [
+            f"{fields[at]}={names[a.tensor]}{f'+{a.offset}' if a.offset else ''}"
+            for at, a in self.patches
+        ]
+        line = f"launch {self.name} of {self.unit.name}: {' '.join(found)}"
+        return textwrap.fill(line, LINE, subsequent_indent="    ", break_on_hyphens=False)
+
+
+class Fill(NamedTuple):
+    """Zeros in a view."""
+
+    target: View
+
+    def encode(self, words: Words) -> None:
+        words.add(ZERO, *self.target.words())
+
+    def text(self, names: Sequence[str]) -> str:
+        return f"zero {self.target.text(names)}"
+
+
+class Combine(NamedTuple):
+    """COPY: the source in the target. SUM_COLUMNS: target[i] is the sum of source[i]."""
+
+    operation: int
+    target: View
+    source: View
+
+    def encode(self, words: Words) -> None:
+        words.add(self.operation, *self.target.words(), *self.source.words())
+
+    def text(self, names: Sequence[str]) -> str:
+        name = "copy" if self.operation == COPY else "sum columns"
+        return f"{name} {self.target.text(names)} <- {self.source.text(names)}"
+
+
+class DriverCall(NamedTuple):
+    """A function of the CUDA driver, and its arguments, some of which are symbolic addresses.
+
+    what  for people
+    """
+
+    name: str
+    arguments: tuple[int, ...]
+    what: str
+
+    def encode(self, words: Words) -> None:
+        words.add(DRIVER_CALL)
+        words.refer(("driver", self.name))
+        words.name(self.name)
+        words.add_values(self.arguments)
+        words.add(*[0] * (DRIVER_WORDS - len(self.arguments)))
+
+    def text(self, _: Sequence[str]) -> str:
+        return self.what
+
+
+class MemoryOps(NamedTuple):
+    """A batch of memory operations of a stream.
+
+    stream      a symbolic address
+    operations  (operation, address, value, flags) as in cuda_driver.MemoryOp
+    counts      of those that write the number of a wait: operation, and the wait's stream
+    what        for people
+    """
+
+    name: str
+    stream: int
+    operations: tuple[tuple[int, int, int, int], ...]
+    counts: tuple[tuple[int, int], ...]
+    what: str
+
+    def encode(self, words: Words) -> None:
+        words.add(MEMORY_OPS)
+        words.refer(("driver", self.name))
+        words.name(self.name)
+        words.add_values((self.stream,))
+        bytes_of_one = OPERATION_WORDS * POINTER
+        words.add(len(self.operations), len(self.operations) * bytes_of_one)
+        for operation in self.operations:
+            words.add_values((*operation, 0, 0))
+        words.add(len(self.counts))
+        for number, stream in self.counts:
+            words.add(number * bytes_of_one + VALUE * POINTER, stream)
+
+    def text(self, _: Sequence[str]) -> str:
+        return self.what
+
+
+Step: TypeAlias = Launch | Fill | Combine | DriverCall | MemoryOps
+
+
+def pointer_names(structure: type[ctypes.Structure], prefix: str = "") -> Iterator[str]:
+    """The names of a structure's pointers, in order."""
+    for name, ctype, *_ in structure._fields_:
+        if issubclass(ctype, ctypes.Structure):
+            yield from pointer_names(ctype, f"{prefix}{name}.")
+        elif ctype is ctypes.c_void_p:
+            yield prefix + name

@@ -1,0 +1,67 @@
+"""A plan for one rank in the C++ launcher, with kernels that keep their arguments."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ringfa3 import host, plan_context, ring_attn_func
+from ringfa3.planning import context_plan
+from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.ring import op
+from tests.support.fake_kernels import FakeKernels
+from tests.support.host_calls import equal
+
+LENGTHS = [0, 70, 71, 200]
+
+
+def one_rank(cu_seqlens: list[int]) -> ContextPlan:
+    return plan_context(cu_seqlens, (0, 1))
+
+
+def step(plan: ContextPlan, sink: bool) -> list[torch.Tensor]:
+    """Out, LSE and gradients, with a gradient of LSE."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (plan.local_tokens, 4, 64), *[(plan.local_tokens, 2, 64)] * 2
+    leaves = [torch.randn(x, generator=generator).bfloat16().requires_grad_() for x in shape]
+    options: dict[str, Any] = {}
+    if sink:
+        leaves.append(torch.randn(4, generator=generator).requires_grad_())
+        options["sink"] = leaves[3]
+    out, lse = ring_attn_func(*leaves[:3], plan, return_lse=True, **options)
+    grads = torch.randn(out.shape, generator=generator).bfloat16(), torch.ones_like(lse)
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, grads)]
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_later_calls_run_without_python(kernels: FakeKernels, sink: bool) -> None:
+    """Launches are those of Python, in its order; results are its bits."""
+    plan = one_rank(LENGTHS)
+    host.select("python")
+    kernels.take()
+    wanted = step(plan, sink)
+    launched = [x.name for x in kernels.take()]
+    host.select("cpp")
+    assert all(map(equal, step(plan, sink), wanted))
+    before = host.counts()["replayed"]
+    kernels.take()
+    with mock.patch.object(op, "prepare_call", side_effect=AssertionError("Python runs the call")):
+        assert all(map(equal, step(plan, sink), wanted))
+    assert [x.name for x in kernels.take()] == launched
+    assert len(launched) == 4
+    assert host.counts()["replayed"] == before + 2
+
+
+def test_programs_die_with_their_plan(kernels: FakeKernels) -> None:
+    """And with the library: another one builds its own."""
+    plan = one_rank([0, 33, 90])
+    step(plan, False)
+    assert len(host._programs) == 1
+    context_plan._cached_plan.cache_clear()
+    del plan
+    gc.collect()
+    assert not host._programs

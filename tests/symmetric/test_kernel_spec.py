@@ -1,0 +1,171 @@
+"""Plans that a worker prepares: calls build nothing, and their results have the same bits."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ringfa3 import KernelSpec, RingFA3Attention, plan_context
+from ringfa3.kernels import backward, forward
+from ringfa3.kernels.streams import CurrentStream
+from ringfa3.planning import context_plan
+from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.schedules import link
+from ringfa3.schedules.schedule import Schedule
+from ringfa3.symmetric import kernel_spec
+from tests.ring.test_one_rank import step
+from tests.support.fake_kernels import SMS, FakeKernels
+from tests.support.host_calls import equal
+from tests.symmetric.test_ring_program import SCALE, Rank, on_ranks
+
+CU_SEQLENS = [0, 30, 41, 130]
+
+
+def sent(spec: KernelSpec, rank: int, world: int) -> ContextPlan:
+    """A prepared plan as another process sends it: it shares no object with plans of this one."""
+    made = plain(rank, world)
+    spec.prepare(made)
+    plan: ContextPlan = pickle.loads(pickle.dumps(made))
+    return plan
+
+
+def plain(rank: int, world: int) -> ContextPlan:
+    """A plan of its own that nobody has prepared."""
+    plan: ContextPlan = pickle.loads(pickle.dumps(plan_context(CU_SEQLENS, (rank, world))))
+    plan.prepared.clear()
+    return plan
+
+
+@contextmanager
+def builds() -> Iterator[list[int]]:
+    """Threads that build a schedule."""
+    made: list[int] = []
+    build = link.build
+
+    def counted(*given: Any) -> Any:
+        made.append(threading.get_ident())
+        return build(*given)
+
+    with mock.patch.object(link, "build", counted):
+        yield made
+
+
+def test_a_worker_needs_no_gpu() -> None:
+    """Nothing stands in for CUDA here: two schedules and the tilings travel with the plan."""
+    spec = KernelSpec(4, 2, 128, torch.float16)
+    plan = pickle.loads(pickle.dumps(plan_context(CU_SEQLENS, (1, 3), prepare=[spec])))
+    codes = list(plan.prepared.values())
+    assert len(codes) == 2
+    units = {x[1].name for code in codes for x in code.symbols if x[0] == "entry"}
+    assert units >= {"backward-d128-fp16"}
+    assert all(len(code.tables) for code in codes)
+    assert plan.hops._tilings
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_a_call_of_one_rank_builds_nothing(kernels: FakeKernels, sink: bool) -> None:
+    """Words, tables and results are those of a plan that nobody prepared."""
+    spec = KernelSpec(4, 2, 64, num_sms=SMS, lse_gradient=True, sink=sink)
+    kernels.take()
+    wanted = step(plain(0, 1), sink)
+    launched = [x.name for x in kernels.take()]
+    with builds() as built:
+        plan = sent(spec, 0, 1)
+        assert all(map(equal, step(plan, sink), wanted))
+        assert not built
+        assert [x.name for x in kernels.take()] == launched
+        step(sent(KernelSpec(8, 2, 64, num_sms=SMS), 0, 1), sink)
+        assert len(built) == 2  # of other heads
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_call_of_several_ranks_builds_nothing(kernels: FakeKernels, world: int) -> None:
+    """Both parities, every driver call, launch and result as of a plan that nobody prepared."""
+    spec = KernelSpec(4, 2, 64, num_sms=SMS, softmax_scale=SCALE, sink=world > 2)
+
+    def work(rank: Rank, choose: Callable[[str], None]) -> None:
+        rank.grow()
+        choose("cpp")
+        me = rank.group.rank
+        unprepared = plain(me, world)
+        (mode,) = {x[0] for x in sent(spec, me, world).prepared} - {"backward"}
+        types = [mode] * 2 + (["backward"] * 2 if world == 2 else [])
+        for pass_type in types:  # room in the shared memory
+            rank.call(pass_type, 1, plain(me, world))
+        wanted = [rank.call(pass_type, 1, unprepared) for pass_type in types]
+        before = built.count(threading.get_ident())
+        assert before >= 1
+        plan = sent(spec, me, world)
+        for pass_type, (log, results) in zip(types, wanted, strict=True):
+            found = rank.call(pass_type, 1, plan)
+            assert found[0] == log
+            assert all(map(equal, found[1], results))
+        assert built.count(threading.get_ident()) == before
+
+    with builds() as built:
+        on_ranks(kernels, world, work)
+
+
+def test_captures_find_the_tables_of_a_prepared_plan(kernels: FakeKernels) -> None:
+    """Python runs captures; the C++ launcher has uploaded what they read."""
+    context_plan._cached_plan.cache_clear()
+    plan = sent(KernelSpec(4, 2, 64, num_sms=SMS, lse_gradient=True), 0, 1)
+    step(plan, False)
+    captured = CurrentStream(torch.device("cpu"), 7, True, 0)
+    tables = [code.tables[0] for code in plan.prepared.values()]
+    uploads = {"forward": forward._tables, "backward": backward._tables}
+    for x in tables:
+        found = uploads[x.name]._of_capture(x.owner, captured.device, x.key)
+        assert found is x.on(CurrentStream(captured.device, 7, False, host_stream(kernels)))
+
+
+def host_stream(kernels: FakeKernels) -> int:
+    return kernels._stream_id(7)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"heads": 3}, "heads is 3: it must be a multiple of kv_heads, 2"),
+        ({"num_sms": 0}, "num_sms is 0: it must be an integer above 0"),
+        ({"dtype": torch.float32}, "dtype is torch.float32"),
+    ],
+)
+def test_a_wrong_setting_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        KernelSpec(**{"heads": 4, "kv_heads": 2, "head_dim": 64, **changed})
+
+
+def test_a_layer_describes_its_calls() -> None:
+    layer = RingFA3Attention(8, 2, 64, softmax_scale=0.3, deterministic=True)
+    spec = layer.kernel_spec(torch.float16, 100)
+    assert spec == KernelSpec(8, 2, 64, torch.float16, 100, 0.3, True)
+    with pytest.raises(ValueError, match="precision is 'fp8': only calls in 'native'"):
+        RingFA3Attention(8, 2, 64, precision="fp8").kernel_spec()
+
+
+def test_a_picture_has_a_row_for_each_stream_of_a_rank() -> None:
+    pytest.importorskip("matplotlib")
+    made: list[Schedule] = []
+    build = kernel_spec.build
+
+    def kept(*given: Any) -> Schedule:
+        made.append(build(*given))
+        return made[-1]
+
+    with mock.patch.object(kernel_spec, "build", kept):
+        KernelSpec(4, 2, 64).prepare(plain(0, 2))
+    (axes,) = made[1].plot(made[1]).axes
+    names = [f"rank {rank} {s}" for rank in range(2) for s in ("COMPUTE", "GRADIENTS", "KV")]
+    assert [x.get_text() for x in axes.get_yticklabels()] == names
+    assert len(axes.patches) == 2 * len(made[1].steps)
+    texts = [x.get_text() for x in axes.texts]
+    assert "launch" not in texts
+    assert {"publish", "preprocess", "backward", "postprocess", "round_gradients"} <= {*texts}
