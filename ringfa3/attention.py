@@ -38,6 +38,7 @@ from ringfa3.validation import (
     check_scale,
     check_tensors,
     check_window,
+    is_deterministic,
 )
 
 _Contexts: TypeAlias = tuple[AbstractContextManager[object], AbstractContextManager[object]]
@@ -169,13 +170,15 @@ class RingFA3Attention(nn.Module):
             dtype: of q, k and v, bfloat16 or float16.
             num_sms: SMs of the GPU.
 
+        Its `deterministic` includes `torch.use_deterministic_algorithms`, as it is now.
+
         Raises ValueError: the layer computes in 8 bits, which has nothing to prepare.
         """
         if self.precision != "native":
             raise ValueError(
                 f"precision is {self.precision!r}: only calls in 'native' can be prepared"
             )
-        settings = self.softmax_scale, self.deterministic
+        settings = self.softmax_scale, is_deterministic(self.deterministic)
         return KernelSpec(
             self.num_heads, self.num_kv_heads, self.head_dim, dtype, num_sms, *settings
         )

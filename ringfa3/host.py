@@ -136,7 +136,7 @@ class ProgramPass(LocalPass):
         known = _programs.setdefault(self._plan.hops, {})
         stream = CurrentStream.of(k.device)
         layout = signature_of(self._pass_type, inputs, settings)
-        signature = layout, stream.id
+        signature = layout, k.device, stream.id  # streams of two GPUs may share an id
         if signature not in known:
             if len(known) >= MAX_PROGRAMS:
                 known.clear()
@@ -149,7 +149,7 @@ class ProgramPass(LocalPass):
         return tuple(found.run(program, inputs, stream.handle, (0, 0, 0)))
 
 
-# Of plans for one rank, by signature and stream; None: Python runs such calls.
+# Of plans for one rank, by signature, device and stream; None: Python runs such calls.
 _programs: weakref.WeakKeyDictionary[Plan, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,43 +21,85 @@ from ringfa3.schedules.schedule import Code, Inputs, Part, build
 Resolvers = Mapping[str, Callable[..., int]]
 
 
+class Layout(NamedTuple):
+    """What a schedule depends on of an input."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    alignment: int
+
+
+class Signature(NamedTuple):
+    """What the schedule of a plan's call depends on.
+
+    settings: on which launches depend, besides the inputs.
+    """
+
+    pass_type: str
+    num_sms: int
+    settings: Hashable
+    layouts: tuple[Layout | None, ...]
+
+
 def signature_of(
     pass_type: str, inputs: Inputs, settings: Hashable, gpu: Gpu | None = None
-) -> Hashable:
-    """What the schedule of a plan's call depends on; the first input is given.
-
-    settings: on which launches depend, besides the inputs. gpu: as in `build`.
-    """
+) -> Signature:
+    """The signature of a plan's call; the first input is given. gpu: as in `build`."""
     assert inputs[0] is not None
-    layouts = (None if x is None else _layout(x) for x in inputs)
+    layouts = tuple(None if x is None else _layout(x) for x in inputs)
     sms = num_ctas(inputs[0].device) if gpu is None else gpu.num_sms
-    return pass_type, sms, settings, *layouts
+    return Signature(pass_type, sms, settings, layouts)
 
 
-def _layout(x: torch.Tensor) -> Hashable:
+def _layout(x: torch.Tensor) -> Layout:
     """TMA addresses 16 bytes."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT
+    return Layout(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT)
+
+
+def _differences(wanted: Signature, found: Signature) -> list[str]:
+    """The names of what differs, without values: there are finitely many such lists."""
+    names = [
+        name for name in ("num_sms", "settings") if getattr(wanted, name) != getattr(found, name)
+    ]
+    pairs = list(zip(wanted.layouts, found.layouts, strict=True))
+    if any((x is None) != (y is None) for x, y in pairs):
+        names.append("optional inputs (sink, gradient of LSE)")
+    both = [(x, y) for x, y in pairs if x is not None and y is not None]
+    for name in Layout._fields:
+        if any(getattr(x, name) != getattr(y, name) for x, y in both):
+            names.append(name)
+    return names
 
 
 def code_of(
-    plan: ContextPlan, signature: Hashable, inputs: Inputs, code: HostCode, prepared: bool = True
+    plan: ContextPlan,
+    signature: Signature,
+    inputs: Inputs,
+    code: HostCode,
+    use_prepared: bool = True,
 ) -> Code | None:
     """The schedule of a call with this host code, as it was prepared or built now.
 
-    None: no schedule says what the call does. prepared: whether a prepared one is right.
+    None: no schedule describes the call.
     """
-    found: Code | None = plan.prepared.get(signature) if prepared else None
+    prepared = plan.prepared if use_prepared else {}
+    found: Code | None = prepared.get(signature)
     first = inputs[0]
     assert first is not None
-    if found is not None and dispatch.unit_for("forward", first) is None:
-        found = None  # the GPU has no kernels
-    if found is not None and has_kernels(x[1] for x in found.symbols if x[0] == "entry"):
+    if found is None:
+        alike = [x for x in list(prepared) if x.pass_type == signature.pass_type]
+        nearest = min((_differences(signature, x) for x in alike), key=len, default=["pass_type"])
+        if prepared:
+            log_once(
+                f"{signature.pass_type}: the KernelSpecs of a plan differ from a call in "
+                f"{', '.join(nearest)}, so the call builds a schedule; give plan_context the "
+                "KernelSpec of the call"
+            )
+    elif dispatch.unit_for("forward", first) is not None and has_kernels(
+        x[1] for x in found.symbols if x[0] == "entry"
+    ):
         return found
-    if plan.prepared and prepared:
-        log_once(
-            f"a plan was prepared, but not for {signature}: its first call builds a schedule; give "
-            "plan_context the KernelSpec of that call"
-        )
     try:
         return build(inputs, code).code()
     except ScheduleError:

@@ -13,12 +13,12 @@ from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.symbolic import Gpu, ScheduleError
 from ringfa3.pass_interface import LocalPass, RingPass
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.tiling import Plan
 from ringfa3.schedules.host_code import forward_hops, gradients
 from ringfa3.schedules.link import signature_of
 from ringfa3.schedules.schedule import Inputs, build
 from ringfa3.symmetric.forward_mode import select_forward_mode
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.validation import check_scale
 
 META = torch.device("meta")
 
@@ -27,12 +27,7 @@ class _Call(NamedTuple):
     """`host_code.Call` of a plan alone."""
 
     plan: ContextPlan
-    pass_type: str
     precision: str = "native"
-
-    @property
-    def hops(self) -> Plan:
-        return self.plan.gathered if self.pass_type == "gathered" else self.plan.hops
 
 
 @dataclass(frozen=True)
@@ -40,14 +35,15 @@ class KernelSpec:
     """Calls of `ring_attn_func` on CUDA tensors, for `plan_context(..., prepare=[spec])`.
 
     It can be pickled, and prepares in any process, without a GPU. Calls that it does not fit build
-    what they need themselves, which is logged once. Over "nccl" it prepares tilings and tables of
-    the backward.
+    what they need themselves; one line logs each way in which they differ. Calls over "nccl" use
+    nothing of it.
 
     Args:
         heads, kv_heads, head_dim: of q, k and v.
         dtype: of q, k and v: bfloat16 or float16.
         num_sms: SMs of the GPU; H100 and H200 with SXM have 132.
-        softmax_scale, deterministic: as in `ring_attn_func`.
+        softmax_scale: as in `ring_attn_func`.
+        deterministic: as in `ring_attn_func`, or `torch.use_deterministic_algorithms` is on there.
         token_strides: elements from a token to the next in q, k and v; None: they are contiguous.
         lse_gradient: whether LSE has a gradient.
         sink: whether calls have one.
@@ -78,11 +74,20 @@ class KernelSpec:
                 f"heads is {self.heads}: it must be a multiple of kv_heads, {self.kv_heads}"
             )
 
+        if self.softmax_scale is not None:
+            check_scale(self.softmax_scale)
+        strides = self.token_strides
+        if strides is not None and len(strides) != len("qkv"):
+            raise ValueError(f"token_strides is {strides}: give 3 integers, of q, k and v")
+
     def prepare(self, plan: ContextPlan) -> None:
         """Adds the schedules of a forward and a backward to `plan.prepared`.
 
-        Nothing to add where a rank has no tokens, or no kernel takes the head dim.
+        Nothing to add where a rank has no tokens, no kernel takes the head dim, or the group spans
+        hosts, between which calls run over "nccl".
         """
+        if len(set(plan.hosts)) > 1:
+            return
         q, k, v, out, dout = self._tensors(plan)
         if not q.numel() or not k.numel():
             return
@@ -121,7 +126,7 @@ class KernelSpec:
         if plan.world > 1:
             ring_pass = SymmetricRingPass(None, plan, pass_type)
         try:
-            call = partial(code, _Call(plan, pass_type), ring_pass)
+            call = partial(code, _Call(plan), ring_pass)
             plan.prepared[signature] = build(inputs, call, gpu).code()
         except ScheduleError:  # the PyTorch fallback runs such calls
             return

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from ringfa3 import host, plan_context, ring_attn_func
+from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring import op
+from ringfa3.schedules import link
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import equal
 
@@ -54,6 +56,27 @@ def test_later_calls_run_without_python(kernels: FakeKernels, sink: bool) -> Non
     assert [x.name for x in kernels.take()] == launched
     assert len(launched) == 4
     assert host.counts()["replayed"] == before + 2
+
+
+def test_each_device_has_its_own_program() -> None:
+    """Default streams of two GPUs may share an id; the meta device stands for a second GPU."""
+    ring_pass = host.ProgramPass(one_rank([0, 70]), "forward")
+    library = mock.Mock()
+    library.run.side_effect = lambda program, *_: program
+    with (
+        mock.patch.object(host, "library", return_value=library),
+        mock.patch.object(host.dispatch, "unit_for"),
+        mock.patch.object(host.CurrentStream, "of", lambda x: CurrentStream(x, 0, False, 0)),
+        mock.patch.object(host, "_programs", {}),
+        mock.patch.object(host, "code_of"),
+        mock.patch.object(host, "link", side_effect=["a", "b"]),
+        mock.patch.object(link, "num_ctas", return_value=132),
+    ):
+        found = []
+        for device in ("cpu", "meta", "cpu", "meta"):
+            k = torch.empty((70, 2, 64), device=device)
+            found += ring_pass.run_schedule(k, (k,), 0.1, mock.Mock()) or ()
+    assert found == ["a", "b"] * 2
 
 
 def test_programs_die_with_their_plan(kernels: FakeKernels) -> None:

@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-from ringfa3 import KernelSpec, RingFA3Attention, plan_context
+from ringfa3 import KernelSpec, RingFA3Attention, host, plan_context
 from ringfa3.kernels import backward, forward
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.schedules import link
-from ringfa3.schedules.schedule import Schedule
+from ringfa3.schedules.schedule import Code, Schedule
 from ringfa3.symmetric import kernel_spec
 from tests.ring.test_one_rank import step
 from tests.support.fake_kernels import SMS, FakeKernels
@@ -69,16 +70,30 @@ def test_a_worker_needs_no_gpu() -> None:
     assert plan.hops._tilings
 
 
+def same_as_built(prepared: list[Code], built: list[Code]) -> None:
+    """Words, the addresses among them, names and tables."""
+    for x, y in zip(prepared, built, strict=True):
+        for name in ("words", "at", "symbol_of"):
+            np.testing.assert_array_equal(getattr(x, name), getattr(y, name), name)
+        assert (x.names, x.symbols) == (y.names, y.symbols)
+        for a, b in zip(x.tables, y.tables, strict=True):
+            assert (a.name, a.key) == (b.name, b.key)
+            np.testing.assert_array_equal(a._host.packed.data, b._host.packed.data)
+
+
 @pytest.mark.parametrize("sink", [False, True])
 def test_a_call_of_one_rank_builds_nothing(kernels: FakeKernels, sink: bool) -> None:
     """Words, tables and results are those of a plan that nobody prepared."""
     spec = KernelSpec(4, 2, 64, num_sms=SMS, lse_gradient=True, sink=sink)
     kernels.take()
-    wanted = step(plain(0, 1), sink)
+    with mock.patch.object(host, "link", wraps=link.link) as linked:
+        wanted = step(plain(0, 1), sink)
+    found = [given.args[1] for given in linked.call_args_list]
     launched = [x.name for x in kernels.take()]
     with builds() as built:
         plan = sent(spec, 0, 1)
         assert all(map(equal, step(plan, sink), wanted))
+        same_as_built(list(plan.prepared.values()), found)
         assert not built
         assert [x.name for x in kernels.take()] == launched
         step(sent(KernelSpec(8, 2, 64, num_sms=SMS), 0, 1), sink)
@@ -126,6 +141,49 @@ def test_captures_find_the_tables_of_a_prepared_plan(kernels: FakeKernels) -> No
         assert found is x.on(CurrentStream(captured.device, 7, False, host_stream(kernels)))
 
 
+def test_a_group_finds_the_tables_of_a_plan_that_is_prepared_later() -> None:
+    """A capture of a gathered forward finds tables by `gathered`."""
+    plan = plain(0, 2)
+    with mock.patch.object(context_plan, "warn_of_hosts"):
+        bound = plan.bound_to(mock.Mock())
+    KernelSpec(4, 2, 64).prepare(plan)
+    (code,) = (x for signature, x in bound.prepared.items() if signature[0] == "gathered")
+    ((tiling,),) = bound.gathered._tilings.values()
+    assert [x.owner for x in code.tables] == [tiling.schedule]
+
+
+def test_a_plan_of_two_hosts_has_nothing_to_prepare() -> None:
+    """Its calls run over "nccl"."""
+    assert not plan_context(CU_SEQLENS, (0, 2), hosts=2, prepare=[KernelSpec(4, 2, 64)]).prepared
+
+
+def test_a_line_names_what_differs(kernels: FakeKernels) -> None:
+    """For all shapes one text; none if the plan was prepared and a kernel cannot be built."""
+    with mock.patch.object(link, "log_once") as logged:
+        for tokens in (70, 90):
+            plan = plan_context([0, tokens], (0, 1))
+            KernelSpec(4, 2, 64, torch.float16, num_sms=SMS + 1).prepare(plan)
+            step(plan, False)
+    texts = [x.args[0] for x in logged.call_args_list]
+    assert len(texts) == 4
+    assert len(set(texts)) == 2  # a forward and a backward
+    for text, pass_type in zip(texts, ["forward", "backward"] * 2, strict=True):
+        assert text.startswith(f"{pass_type}: the KernelSpecs of a plan differ from a call in num_")
+        assert "num_sms, " in text
+        assert "dtype, " in text
+        assert ("sink, gradient of LSE" in text) == (pass_type == "backward")
+        assert "strides" not in text
+        assert "settings" not in text
+    with (
+        mock.patch.object(link, "has_kernels", return_value=False),
+        mock.patch.object(link, "log_once") as logged,
+        builds() as built,
+    ):
+        step(sent(KernelSpec(4, 2, 64, num_sms=SMS, lse_gradient=True), 0, 1), False)
+    assert len(built) == 2
+    assert not logged.called
+
+
 def host_stream(kernels: FakeKernels) -> int:
     return kernels._stream_id(7)
 
@@ -136,6 +194,9 @@ def host_stream(kernels: FakeKernels) -> int:
         ({"heads": 3}, "heads is 3: it must be a multiple of kv_heads, 2"),
         ({"num_sms": 0}, "num_sms is 0: it must be an integer above 0"),
         ({"dtype": torch.float32}, "dtype is torch.float32"),
+        ({"softmax_scale": -1}, "softmax_scale=-1: it must be positive and finite"),
+        ({"softmax_scale": 1e40}, r"softmax_scale=1e\+40: it must be positive and finite"),
+        ({"token_strides": (1,)}, r"token_strides is \(1,\): give 3 integers, of q, k and v"),
     ],
 )
 def test_a_wrong_setting_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -147,6 +208,13 @@ def test_a_layer_describes_its_calls() -> None:
     layer = RingFA3Attention(8, 2, 64, softmax_scale=0.3, deterministic=True)
     spec = layer.kernel_spec(torch.float16, 100)
     assert spec == KernelSpec(8, 2, 64, torch.float16, 100, 0.3, True)
+    layer = RingFA3Attention(8, 2, 64)
+    assert not layer.kernel_spec().deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert layer.kernel_spec().deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
     with pytest.raises(ValueError, match="precision is 'fp8': only calls in 'native'"):
         RingFA3Attention(8, 2, 64, precision="fp8").kernel_spec()
 

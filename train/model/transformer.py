@@ -298,12 +298,15 @@ class LanguageModel(nn.Module):
             return F.linear(hidden_TD[-1], self.transformer.head).float()
 
     def kernel_specs(self, device: torch.device) -> list[KernelSpec]:
-        """Its calls of attention on a GPU, for ``plan_context``; none on a CPU."""
+        """Its calls of attention on a GPU, for ``plan_context``.
+
+        Only plans of one host over ``symmetric`` use them: none on a CPU, or over ``nccl``.
+        """
         layers = [x for x in self.modules() if isinstance(x, RingFA3Attention)]
         if device.type != "cuda" or self.dtype == torch.float32:
             return []
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        native = (x for x in layers if x.precision == "native")
+        native = (x for x in layers if x.precision == "native" and x.transport != "nccl")
         return list(dict.fromkeys(x.kernel_spec(self.dtype, sms) for x in native))
 
     def _arithmetic(self, device: torch.device) -> torch.autocast:
