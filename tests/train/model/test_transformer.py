@@ -14,6 +14,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringfa3 import KernelSpec, plan_context, ring_attn_func
+from ringfa3.host import ProgramPass
+from ringfa3.kernels.symbolic import Gpu
+from ringfa3.schedules.link import signature_of
 from train.config import Config, ConfigError, DataConfig, MemoryConfig, ModelConfig
 from train.data.batches import make_batch
 from train.data.samples import Sample
@@ -228,7 +231,8 @@ def test_bfloat16_autocast_keeps_weights_and_losses_in_float32():
 
 
 def test_a_plan_is_prepared_for_the_models_calls(monkeypatch):
-    """One spec for all layers; on a CPU, or in float32, there is nothing to prepare."""
+    """One spec for all layers, which fits their calls. Nothing to prepare on a CPU, in float32, or
+    over "nccl"."""
     properties = types.SimpleNamespace(multi_processor_count=99)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     model, gpu = build(dim=256), torch.device("cuda")
@@ -237,8 +241,18 @@ def test_a_plan_is_prepared_for_the_models_calls(monkeypatch):
     assert not model.kernel_specs(torch.device("cpu"))
     specs = model.kernel_specs(gpu)
     assert specs == [KernelSpec(4, 2, 64, num_sms=99)]
-    batch = make_batch(packed_sample([40, 25]), (1, 2), "zigzag", (-1, -1), specs)
-    assert len(batch.plan.prepared) == 2
+    batch = make_batch(packed_sample([40, 25]), (0, 1), "zigzag", (-1, -1), specs)
+    signatures = set()
+
+    def record(self, _, inputs, settings, code):
+        signatures.add(signature_of(self._pass_type, inputs, settings, Gpu(99)))
+
+    monkeypatch.setattr(ProgramPass, "run_schedule", record)  # None: Python computes the call
+    model(batch).sum().backward()
+    assert signatures == set(batch.plan.prepared)
+    for block in model.transformer.blocks:
+        block.attention.attend.transport = "nccl"
+    assert not model.kernel_specs(gpu)
 
 
 def test_weights_depend_on_the_seed_alone():
