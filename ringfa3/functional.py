@@ -249,7 +249,7 @@ def _local_plan(
     right: int,
 ) -> Plan:
     if cu_q is None or cu_k is None:
-        return _kept(_plan((q.shape[1],) * q.shape[0], (k.shape[1],) * k.shape[0], left, right))
+        return _held(_plan((q.shape[1],) * q.shape[0], (k.shape[1],) * k.shape[0], left, right))
     lengths_q = _lengths("cu_seqlens_q", cu_q, q.shape[0])
     lengths_k = _lengths("cu_seqlens_k", cu_k, k.shape[0])
     if len(lengths_q) != len(lengths_k):
@@ -257,15 +257,15 @@ def _local_plan(
             f"cu_seqlens_q has {len(lengths_q)} sequences, cu_seqlens_k has {len(lengths_k)}: "
             "they must be equal"
         )
-    return _kept(_plan(lengths_q, lengths_k, left, right))
+    return _held(_plan(lengths_q, lengths_k, left, right))
 
 
-def _kept(plan: Plan) -> Plan:
+def _held(plan: Plan) -> Plan:
     """A plan that lives as long as the schedule that is built, if one is: a capture of the call,
     which Python runs, finds what the plan has uploaded."""
     builder = current_builder()
     if builder is not None:
-        builder.keeps(plan)
+        builder.hold_reference(plan)
     return plan
 
 

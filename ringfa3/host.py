@@ -106,7 +106,7 @@ def counts() -> dict[str, int]:
     Of rings, which keep their programs themselves, only `replayed` has calls.
 
     replayed: by a program; built: by a program that Python built for it, or in Python if no
-    schedule says what the call does; python: by Python, for other reasons.
+    schedule describes the call; python: by Python, for other reasons.
     """
     return {} if _library is None else dict(_library.counts())
 

@@ -1,4 +1,4 @@
-// What a call does, as ringfa3/schedules/steps.py says it: buffers to allocate, then launches,
+// What a call does, as ringfa3/schedules/steps.py encodes it: buffers to allocate, then launches,
 // tensor operations and, in a ring, calls of the driver. Tensors have numbers: a call's inputs
 // first, then the program's buffers; its tables, from -1 down.
 #pragma once
@@ -92,7 +92,7 @@ struct Program {
   std::vector<Step> steps;
   std::vector<View> outputs;
   std::vector<at::Tensor> tables;  // memory of other calls, too, whose addresses the steps hold
-  std::shared_ptr<void> kept;      // an object of Python that lives as long
+  std::shared_ptr<void> held;      // an object of Python that lives as long
 
   // The outputs of a call. `tensors` are its inputs; an undefined one has no step that reads it.
   // waits: of a ring's earlier calls.

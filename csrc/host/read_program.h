@@ -97,14 +97,14 @@ inline Step read_step(Reader& in, PyObject* names) {
   }
 }
 
-// A program from (words: bytes, names: tuple[str, ...], tables: tuple[torch.Tensor, ...], kept:
+// A program from (words: bytes, names: tuple[str, ...], tables: tuple[torch.Tensor, ...], held:
 // object). Null, and an error of Python, for other arguments.
 inline std::shared_ptr<Program> read_program(PyObject* args) {
   char const* begin;
   Py_ssize_t bytes;
-  PyObject *names, *tables, *kept;
+  PyObject *names, *tables, *held;
   if (!PyArg_ParseTuple(args, "y#O!O!O", &begin, &bytes, &PyTuple_Type, &names, &PyTuple_Type,
-                        &tables, &kept)) {
+                        &tables, &held)) {
     return nullptr;
   }
   Reader in(begin, bytes);
@@ -132,8 +132,8 @@ inline std::shared_ptr<Program> read_program(PyObject* args) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tables); ++i) {
     program->tables.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(tables, i)));
   }
-  Py_INCREF(kept);
-  program->kept = std::shared_ptr<PyObject>(kept, [](PyObject* object) {
+  Py_INCREF(held);
+  program->held = std::shared_ptr<PyObject>(held, [](PyObject* object) {
     py::gil_scoped_acquire const gil;
     Py_DECREF(object);
   });

@@ -76,7 +76,7 @@ class Builder(Protocol):
     ) -> torch.Tensor:
         """Contiguous memory that begins `offset` elements after a symbol."""
 
-    def keeps(self, plan: object) -> None:
+    def hold_reference(self, plan: object) -> None:
         """The plan of the call, whose uploads a captured call reads."""
 
 

@@ -58,7 +58,7 @@ class HostTables(Protocol, Generic[T_co]):
         """The tables in a copy of the bytes that begins at an address; None: a symbolic one."""
 
 
-class _Kept(Generic[T]):
+class HostCopy(Generic[T]):
     """Tables of an owner and key, and their copies in device memory by stream."""
 
     def __init__(self, host: HostTables[T]) -> None:
@@ -95,14 +95,14 @@ class TableRef:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._kept()
+        self._tables()
 
-    def _kept(self) -> _Kept[Any]:
-        return _registry[self.name].kept(self.owner, self.key, lambda: self._host)
+    def _tables(self) -> HostCopy[Any]:
+        return _registry[self.name].host_tables(self.owner, self.key, lambda: self._host)
 
     def on(self, stream: CurrentStream) -> Any:
         """The tables in device memory, as `Uploads.get`."""
-        return self._kept().on(stream)
+        return self._tables().on(stream)
 
 
 class Uploads(Generic[T]):
@@ -115,8 +115,8 @@ class Uploads(Generic[T]):
     def __init__(self, name: str) -> None:
         """name: by which schedules find these tables in any process."""
         self._name = name
-        self._kept: weakref.WeakKeyDictionary[object, dict[tuple[object, ...], _Kept[T]]]
-        self._kept = weakref.WeakKeyDictionary()
+        self._of_owners: weakref.WeakKeyDictionary[object, dict[tuple[object, ...], HostCopy[T]]]
+        self._of_owners = weakref.WeakKeyDictionary()
         self._captured: set[object] = set()
         _registry[name] = self
 
@@ -135,26 +135,26 @@ class Uploads(Generic[T]):
         """
         if stream.captured:
             return self._of_capture(owner, stream.device, key)
-        kept = self.kept(owner, key, make)
+        copy = self.host_tables(owner, key, make)
         builder = current_builder()
         if builder is None:
-            return kept.on(stream)
-        return kept.host.at(None, builder.table(TableRef(self._name, owner, key, kept.host)))
+            return copy.on(stream)
+        return copy.host.at(None, builder.table(TableRef(self._name, owner, key, copy.host)))
 
-    def kept(
+    def host_tables(
         self, owner: object, key: tuple[object, ...], make: Callable[[], HostTables[T]]
-    ) -> _Kept[T]:
-        of_owner = self._kept.get(owner)
+    ) -> HostCopy[T]:
+        of_owner = self._of_owners.get(owner)
         if of_owner is None:
-            of_owner = self._kept.setdefault(owner, {})
+            of_owner = self._of_owners.setdefault(owner, {})
         found = of_owner.get(key)
         if found is None:
-            found = of_owner.setdefault(key, _Kept(make()))
+            found = of_owner.setdefault(key, HostCopy(make()))
         return found
 
     def _of_capture(self, owner: object, device: torch.device, key: tuple[object, ...]) -> T:
-        kept = self._kept.get(owner, {}).get(key)
-        first = None if kept is None else kept.first.get(device)
+        copy = self._of_owners.get(owner, {}).get(key)
+        first = None if copy is None else copy.first.get(device)
         if first is None:
             raise RuntimeError(
                 "attention with a new plan cannot be captured in a CUDA graph: run the same "
@@ -164,7 +164,7 @@ class Uploads(Generic[T]):
         return first.finished()
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._of_owners.clear()
         self._captured.clear()
 
 

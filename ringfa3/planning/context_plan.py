@@ -80,7 +80,6 @@ class ContextPlan(TokenShards):
         self.implicit = implicit  # one process, because torch.distributed is not initialised
         self.layout, self.causal, self.window_size = layout, causal, window_size
         self.mask = mask
-        self._gathered: dict[str, Plan] = {}  # one `Plan`, which copies share
         self._register()
         if mask is not None:
             self._positions = mask.positions[self._token_index]
@@ -243,15 +242,8 @@ class ContextPlan(TokenShards):
 
     @property
     def gathered(self) -> Plan:
-        """All hops as one, over K/V that lie as in `KVExchange.gathered_layout`.
-
-        The plans of `bound_to` have the same object: `prepared` schedules name its tables, which
-        captures find by it.
-        """
-        if not self._gathered:
-            made = self.hops.gathered(self.kv_exchange.gathered_layout(self.rank)[0])
-            self._gathered.setdefault("", made)
-        return self._gathered[""]
+        """All hops as one, over K/V that lie as in `KVExchange.gathered_layout`."""
+        return self.hops.gathered(lambda: self.kv_exchange.gathered_layout(self.rank)[0])
 
     @property
     def effective_window(self) -> tuple[int, int]:

@@ -123,16 +123,21 @@ class Plan:
         self.num_hops = num_hops
         self._tilings: dict[tuple[int, ...], list[Tiling]] = {}
         self._single: dict[int, bool] = {}
+        self._gathered: list[Plan] = []  # one; if two threads make it, the first
         self._scores: dict[tuple[int, int], int] = {}
 
-    def gathered(self, first_row: Ints) -> Plan:
-        """One forward launch for all hops: K/V of hop t start at row first_row[t] of one buffer.
+    def gathered(self, first_row: Callable[[], Ints]) -> Plan:
+        """One forward launch for all hops: K/V of hop t start at row first_row()[t] of one buffer.
 
-        Spans of hop t wait for arrival flag t; a tile visits them in the order of the hops.
+        Spans of hop t wait for arrival flag t; a tile visits them in the order of the hops. It is
+        one object: context plans that share this one find the same tables, also in a capture.
         """
-        k, hop = self.keys, self.key_hop
-        keys = Segments(k.row + first_row[hop], k.length, k.sequence, k.position)
-        return Plan(self.queries, keys, np.zeros_like(hop), self.bands, 1, hop)
+        if not self._gathered:
+            k, hop = self.keys, self.key_hop
+            keys = Segments(k.row + first_row()[hop], k.length, k.sequence, k.position)
+            made = Plan(self.queries, keys, np.zeros_like(hop), self.bands, 1, hop)
+            self._gathered.append(made)
+        return self._gathered[0]
 
     def padded_rows(self, tile_m: int) -> Ints:
         """(segments + 1,) padded row at which each query segment starts; the last is their total.

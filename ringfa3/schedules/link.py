@@ -17,6 +17,8 @@ from ringfa3.pass_interface import HostCode
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.schedules.schedule import Code, Inputs, Part, build
 
+_built = 0
+
 # The address of a symbol, by its type, from what follows the type.
 Resolvers = Mapping[str, Callable[..., int]]
 
@@ -83,8 +85,8 @@ def code_of(
 
     None: no schedule describes the call.
     """
-    prepared = plan.prepared if use_prepared else {}
-    found: Code | None = prepared.get(signature)
+    prepared: dict[Any, Code] = plan.prepared if use_prepared else {}
+    found = prepared.get(signature)
     first = inputs[0]
     assert first is not None
     if found is None:
@@ -100,10 +102,17 @@ def code_of(
         x[1] for x in found.symbols if x[0] == "entry"
     ):
         return found
+    global _built
+    _built += 1
     try:
         return build(inputs, code).code()
     except ScheduleError:
         return None
+
+
+def schedules_built() -> int:
+    """How many schedules of ring calls this process has built at a call, prepared ones apart."""
+    return _built
 
 
 def no_memory(part: Part) -> torch.Tensor:
@@ -140,7 +149,7 @@ def link(
     words = code.words.copy()
     words[code.at] += np.array(begins, np.int64)[code.symbol_of]
     memory = *map(tensor_of, code.parts), *held
-    return library.program(words.tobytes(), code.names, memory, code.kept)
+    return library.program(words.tobytes(), code.names, memory, code.held)
 
 
 def _signed(address: int) -> int:

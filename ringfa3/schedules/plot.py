@@ -41,7 +41,7 @@ def plot(ranks: Sequence[Sequence[Step]]) -> Figure:
 def stream_of(step: Step) -> str:
     """The name of a step's stream."""
     if isinstance(step, (DriverCall, MemoryOps)):
-        return step.what.partition(" ")[0]
+        return step.description.partition(" ")[0]
     return COMPUTE
 
 
@@ -50,6 +50,6 @@ def label(step: Step) -> str:
     if isinstance(step, Launch):
         return step.name
     if isinstance(step, (DriverCall, MemoryOps)):
-        words = step.what.partition(" ")[2]
+        words = step.description.partition(" ")[2]
         return words.replace(", ", "\n").replace(" <- ", "\n<- ")
     return type(step).__name__.lower()

@@ -34,7 +34,6 @@ from ringfa3.kernels.symbolic import (
     symbolic_input,
 )
 from ringfa3.kernels.uploads import TableRef
-from ringfa3.schedules.plot import plot
 from ringfa3.schedules.steps import (
     COPY,
     POINTER,
@@ -87,7 +86,7 @@ class Code(NamedTuple):
     at         (m,) numbers of words that are offsets from symbols
     symbol_of  (m,) numbers of these symbols
     names      to which words refer
-    parts, tables, kept, waits
+    parts, tables, held, waits
                as in `Schedule`
     """
 
@@ -98,7 +97,7 @@ class Code(NamedTuple):
     names: tuple[str, ...]
     parts: tuple[Part, ...]
     tables: tuple[TableRef, ...]
-    kept: tuple[object, ...]
+    held: tuple[object, ...]
     waits: tuple[tuple[int, tuple[Wait, ...]], ...]
 
 
@@ -110,7 +109,7 @@ class Schedule(NamedTuple):
     symbols  and their numbers
     parts    memory of symbols that steps fill, copy or sum
     tables   of symbols ("table", number)
-    kept     objects that live as long
+    held     objects that live as long
     waits    for signals, for each stream, in order
     """
 
@@ -121,7 +120,7 @@ class Schedule(NamedTuple):
     symbols: dict[Symbol, int]
     parts: list[Part]
     tables: list[TableRef]
-    kept: list[object]
+    held: list[object]
     waits: dict[int, list[Wait]]
 
     def code(self) -> Code:
@@ -143,7 +142,7 @@ class Schedule(NamedTuple):
             tuple(words.names),
             tuple(self.parts),
             tuple(self.tables),
-            tuple(self.kept),
+            tuple(self.held),
             tuple((stream, tuple(waits)) for stream, waits in self.waits.items()),
         )
 
@@ -164,6 +163,8 @@ class Schedule(NamedTuple):
 
     def plot(self, *others: Schedule) -> Figure:
         """A picture of the steps by stream, of this rank and of others; needs matplotlib."""
+        from ringfa3.schedules.plot import plot
+
         return plot([x.steps for x in (self, *others)])
 
 
@@ -256,8 +257,8 @@ class ScheduleBuilder:
         """Waits for signals of a stream, in order."""
         self._made.waits.setdefault(stream, []).extend(waits)
 
-    def keeps(self, plan: object) -> None:
-        self._made.kept.append(plan)
+    def hold_reference(self, plan: object) -> None:
+        self._made.held.append(plan)
 
     def _view(self, x: SymbolicTensor) -> View:
         number, shape, stride = x.base.number, tuple(x.shape), x.stride()
@@ -298,7 +299,7 @@ def build(inputs: Inputs, call: Callable[..., Results], gpu: Gpu | None = None) 
 
     gpu: on which the call will run, if it is not that of the inputs.
 
-    Raises ScheduleError: no schedule says what the call does.
+    Raises ScheduleError: no schedule describes the call.
     """
     builder = ScheduleBuilder(inputs)
     with building(builder, gpu):

@@ -1,4 +1,4 @@
-"""The steps of a schedule, and how words say them.
+"""The steps of a schedule, and how words encode them.
 
 csrc/host/program.h has the same steps in C++, csrc/host/read_program.h reads the words.
 """
@@ -122,7 +122,7 @@ class Launch(NamedTuple):
         words.name(f"{self.name} of {self.unit.name}")
         words.add(len(self.args))
         words.add_bytes(self.args, self.addresses)
-        words.add(len(self.patches), *(x for at, place in self.patches for x in (at, *place)))
+        words.add(len(self.patches), *(x for at, address in self.patches for x in (at, *address)))
 
     def text(self, names: Sequence[str]) -> str:
         structure = STRUCTURES[self.name]
@@ -165,12 +165,12 @@ class Combine(NamedTuple):
 class DriverCall(NamedTuple):
     """A function of the CUDA driver, and its arguments, some of which are symbolic addresses.
 
-    what  for people
+    description  for people
     """
 
     name: str
     arguments: tuple[int, ...]
-    what: str
+    description: str
 
     def encode(self, words: Words) -> None:
         words.add(DRIVER_CALL)
@@ -180,23 +180,23 @@ class DriverCall(NamedTuple):
         words.add(*[0] * (DRIVER_WORDS - len(self.arguments)))
 
     def text(self, _: Sequence[str]) -> str:
-        return self.what
+        return self.description
 
 
 class MemoryOps(NamedTuple):
     """A batch of memory operations of a stream.
 
-    stream      a symbolic address
-    operations  (operation, address, value, flags) as in cuda_driver.MemoryOp
-    counts      of those that write the number of a wait: operation, and the wait's stream
-    what        for people
+    stream       a symbolic address
+    operations   (operation, address, value, flags) as in cuda_driver.MemoryOp
+    counts       of those that write the number of a wait: operation, and the wait's stream
+    description  for people
     """
 
     name: str
     stream: int
     operations: tuple[tuple[int, int, int, int], ...]
     counts: tuple[tuple[int, int], ...]
-    what: str
+    description: str
 
     def encode(self, words: Words) -> None:
         words.add(MEMORY_OPS)
@@ -212,7 +212,7 @@ class MemoryOps(NamedTuple):
             words.add(number * bytes_of_one + VALUE * POINTER, stream)
 
     def text(self, _: Sequence[str]) -> str:
-        return self.what
+        return self.description
 
 
 Step: TypeAlias = Launch | Fill | Combine | DriverCall | MemoryOps

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast, get_args
+from typing import Any, NamedTuple, Protocol, TypeAlias, get_args
 
 import torch
 
@@ -150,10 +150,15 @@ class SymmetricRingPass:
     def __init__(self, backend: Backend | None, plan: ContextPlan, pass_type: str) -> None:
         """backend: a `Backend`; None: the pass only builds schedules. pass_type: the operations to
         run: "forward", "gathered" or "backward"."""
-        self._backend = cast(Backend, backend)
+        self._own_backend = backend
         self._adapt = list[Operation] if backend is None else backend.adapt
         self._plan, self._pass_type = plan, pass_type
         self._parity: int | None = None  # before the call begins
+
+    @property
+    def _backend(self) -> Backend:
+        assert self._own_backend is not None, "a pass without a backend only builds schedules"
+        return self._own_backend
 
     @property
     def hops(self) -> Plan:

@@ -127,23 +127,23 @@ class ScheduleDriver:
         self._builder, self._row_bytes = builder, row_bytes
 
     def record(self, stream: Stream, event: Event) -> None:
-        what = f"{stream.name} records {event.name} {event.number}"
-        self._add("cuEventRecord", what, _event(event), _stream(stream))
+        description = f"{stream.name} records {event.name} {event.number}"
+        self._add("cuEventRecord", description, _event(event), _stream(stream))
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        what = f"{stream.name} waits for {event.name} {event.number}"
-        self._add("cuStreamWaitEvent", what, _stream(stream), _event(event))
+        description = f"{stream.name} waits for {event.name} {event.number}"
+        self._add("cuStreamWaitEvent", description, _stream(stream), _event(event))
 
     def copy(self, operation: Copy) -> None:
         source, target = operation.source, operation.target
         size = (source.end - source.begin) * self._row_bytes[source.buffer]
-        what = f"{operation.stream.name} copies {size} bytes, {_described(target)} <- "
+        description = f"{operation.stream.name} copies {size} bytes, {_described(target)} <- "
         address = self._builder.address
         arguments = self._address(target), self._address(source), size
         step = DriverCall(
             "cuMemcpyDtoDAsync_v2",
             (*arguments, address(_stream(operation.stream))),
-            what + _described(source),
+            description + _described(source),
         )
         self._builder.add(step)
 
@@ -151,7 +151,7 @@ class ScheduleDriver:
         made: list[tuple[int, int, int, int]] = []
         counts: list[tuple[int, int]] = []
         waits: list[tuple[str, int]] = []
-        what: list[str] = []
+        description: list[str] = []
         address = self._builder.address
         write, wait = (_fields(x) for x in (cuda_driver.write(0, 0), cuda_driver.wait(0, 0)))
 
@@ -161,33 +161,33 @@ class ScheduleDriver:
         for x in operations:
             if isinstance(x, SetSignal):
                 add(write, ("signal", *x.signal[:3]), 0, 1)
-                what.append(f"sets {x.signal.purpose.name} of rank {x.signal.receiver}")
+                description.append(f"sets {x.signal.purpose.name} of rank {x.signal.receiver}")
             elif isinstance(x, WaitAndReset):
                 add(wait, ("signal", *x.signal[:3]), 0, 1)
                 add(write, ("signal", *x.signal[:3]), 0, 0)
                 add(write, ("waits", stream), 0, 0)
                 counts.append((len(made) - 1, stream))
                 waits.append((x.what, x.signal.sender))
-                what.append(f"waits for {x.signal.purpose.name} of rank {x.signal.sender}")
+                description.append(f"waits for {x.signal.purpose.name} of rank {x.signal.sender}")
             else:
                 value = int(isinstance(x, RecordEvent))
                 events = (x.event,) if isinstance(x, RecordEvent) else x.events  # type: ignore[union-attr]
                 for event in events:
                     add(write, ("arrivals",), ARRIVAL_BYTES * event.number, value)
-                    what.append(f"sets arrival {event.number} to {value}")
+                    description.append(f"sets arrival {event.number} to {value}")
         step = MemoryOps(
             "cuStreamBatchMemOp_v2",
             address(_stream(stream)),
             tuple(made),
             tuple(counts),
-            f"{stream.name} {', '.join(what)}",
+            f"{stream.name} {', '.join(description)}",
         )
         self._builder.add(step)
         if waits:
             self._builder.wait(stream, waits)
 
-    def _add(self, name: str, what: str, *symbols: Symbol) -> None:
-        self._builder.add(DriverCall(name, tuple(map(self._builder.address, symbols)), what))
+    def _add(self, name: str, description: str, *symbols: Symbol) -> None:
+        self._builder.add(DriverCall(name, tuple(map(self._builder.address, symbols)), description))
 
     def _address(self, part: BufferSlice) -> int:
         return self._builder.address(_slot(part)) + part.begin * self._row_bytes[part.buffer]
@@ -216,7 +216,7 @@ class Prepared(NamedTuple):
 
 
 class ScheduleBackend:
-    """`ring_pass.Backend` while a schedule is built."""
+    """`ring_pass.Memory` while a schedule is built."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class RingProgram(NamedTuple):
     def of(
         cls, library: Any, code: Code | None, stream: CurrentStream, linker: Linker, parity: int
     ) -> RingProgram:
-        """The program of a call with this schedule and parity; None: no schedule says it."""
+        """The program of a call with this schedule and parity; None: no schedule describes it."""
         if code is None:
             return cls(library, None, ())
         posts = [

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringfa3.build.toolchain import find_compiler, find_host_compiler
+from ringfa3.schedules import steps
 from ringfa3.symmetric import cuda_driver
 
 RECEIVER = r"""
@@ -63,3 +64,8 @@ def test_memory_ops_have_the_layout_of_cuda_h(
     cuda_driver.issue([call])
     received = (ctypes.c_uint64 * 4 * 3).in_dll(receiver, "received")
     assert [tuple(x) for x in received] == [(1, high, 1, 1), (0, 8, 0, 1), (0, 4, most, 1)]
+
+
+def test_schedules_have_the_layout_of_memory_ops() -> None:
+    assert ctypes.sizeof(cuda_driver.MemoryOp) == steps.OPERATION_WORDS * steps.POINTER
+    assert cuda_driver.MemoryOp.value.offset == steps.VALUE * steps.POINTER

@@ -96,8 +96,10 @@ def test_a_call_of_one_rank_builds_nothing(kernels: FakeKernels, sink: bool) -> 
         same_as_built(list(plan.prepared.values()), found)
         assert not built
         assert [x.name for x in kernels.take()] == launched
+        before = link.schedules_built()
         step(sent(KernelSpec(8, 2, 64, num_sms=SMS), 0, 1), sink)
         assert len(built) == 2  # of other heads
+        assert link.schedules_built() == before + 2
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -27,6 +27,7 @@ from ringfa3.bench.common.timing import Paired, Stopwatch, median
 from ringfa3.bench.ring.cases import RingCase, packing
 from ringfa3.bench.ring.implementations import Ring
 from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.schedules.link import schedules_built
 
 # The calls on a plan that has run before, on one that has not, and on one that has not and was
 # prepared by a `KernelSpec`.
@@ -93,7 +94,7 @@ def measure_fresh(
     """The row of a case: steps on a packing of their own, each followed by steps on the same one.
 
     The ratio is the time of a plan's first step over that of its third step. Timed only where both
-    give equal bits.
+    give equal bits, and calls on a prepared plan build no schedule.
     """
     row = RingRow.of(case, BACKWARD, str(dtype).removeprefix("torch."), MODES)
     assert isinstance(row, RingRow)
@@ -121,7 +122,11 @@ def measure_fresh(
                     for mode in (first, None, AGAIN):  # between them a step that nobody times
                         comm.barrier()
                         step.wait()  # for the barrier, which runs on the device
+                        before = schedules_built()
                         out, (forward, backward, all_calls) = step.run(plan)
+                        built = schedules_built() - before
+                        if wrong is None and first == PREPARED and built:
+                            wrong = f"step {number}: calls on {first} built {built} schedules"
                         if mode is None:
                             continue
                         outs.append(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,3 +60,12 @@ def test_each_step_of_fresh_has_a_packing_of_its_own(monkeypatch: pytest.MonkeyP
     assert [id(plan) for plan in plans[::3]] == [id(plan) for plan in plans[2::3]]
     assert len({plan.digest for plan in plans}) == 24
     assert [bool(plan.prepared) for plan in plans[::3]] == [False, True] * 12
+
+
+def test_a_prepared_plan_whose_calls_build_schedules_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fresh, "schedules_built", itertools.count().__next__)
+    case, device = next(iter(RING_SETS["fresh"](1, 64))), torch.device("cpu")
+    row = fresh.measure_fresh(case, Ring(Communicator()), torch.bfloat16, device, 1, WallClock())
+    assert row.stopped == "wrong: step 0: calls on a prepared plan built 1 schedules"
