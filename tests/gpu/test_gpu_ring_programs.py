@@ -96,7 +96,7 @@ def _memory(rank: int, world: int) -> None:
     assert peaks[1] <= peaks[0] + (1 << 20), f"peaks in bytes: {peaks}"
 
 
-def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None]) -> None:
+def enter(rank: int, world: int, port: int, function: Callable[[int, int], None]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     shared = torch.cuda.device_count() < world
     torch.cuda.set_device(0 if shared else rank)
@@ -112,4 +112,4 @@ def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None
 @pytest.mark.parametrize("function", [_replays, _memory])
 def test_ring_programs(world: int, function: Callable[[int, int], None]) -> None:
     ensure_host_library()  # before the ranks need it
-    mp.spawn(_enter, (world, free_port(), function), world)
+    mp.spawn(enter, (world, free_port(), function), world)
