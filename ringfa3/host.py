@@ -38,13 +38,13 @@ from ringfa3.pass_interface import HostCode, LocalPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.schedules.link import code_of, link, signature_of
+from ringfa3.schedules.program_cache import ProgramCache
 from ringfa3.schedules.schedule import build
 from ringfa3.validation import check_choice
 
 ENVIRONMENT = "RINGFA3_HOST"
 HOSTS = ("python", "cpp")
 DEFAULT = "cpp"
-MAX_PROGRAMS = 64  # of a plan for one rank; beyond that all are forgotten
 RINGS = "ring_attention", "ring_attention_backward"
 INPUTS = {"attention": slice(0, 4), "attention_backward": slice(0, 8)}  # arguments with data
 
@@ -133,24 +133,23 @@ class ProgramPass(LocalPass):
             return None
         if dispatch.unit_for("forward", k) is None:  # the PyTorch fallback
             return None
-        known = _programs.setdefault(self._plan.hops, {})
+        known = _programs.setdefault(self._plan.hops, ProgramCache())
         stream = CurrentStream.of(k.device)
-        layout = signature_of(self._pass_type, inputs, settings)
-        signature = layout, k.device, stream.id  # streams of two GPUs may share an id
-        if signature not in known:
-            if len(known) >= MAX_PROGRAMS:
-                known.clear()
-            made = code_of(self._plan, layout, inputs, code)
-            known[signature] = None if made is None else link(found, made, stream)
-        program = known[signature]
+        signature = signature_of(self._pass_type, inputs, settings)
+        program = known.get(
+            signature,
+            (k.device, stream.id),  # streams of two GPUs may share an id
+            lambda: code_of(self._plan, signature, inputs, code),
+            lambda made: None if made is None else link(found, made, stream),
+        )
         if program is None:
             return None
         found.keep_local(program)
         return tuple(found.run(program, inputs, stream.handle, (0, 0, 0)))
 
 
-# Of plans for one rank, by signature, device and stream; None: Python runs such calls.
-_programs: weakref.WeakKeyDictionary[Plan, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+# Of plans for one rank; None: Python runs such calls.
+_programs: weakref.WeakKeyDictionary[Plan, ProgramCache[Any]] = weakref.WeakKeyDictionary()
 
 
 def load(path: Path) -> Any:

@@ -22,13 +22,11 @@ from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.schedules.link import code_of, signature_of
-from ringfa3.schedules.schedule import Code
+from ringfa3.schedules.program_cache import MAX_PROGRAMS, ProgramCache
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
-    MAX_PROGRAMS,
     Inputs,
     Linker,
-    Programs,
     ReplayableCall,
     RingProgram,
     ScheduleBackend,
@@ -122,11 +120,10 @@ class PreparedSteps(NamedTuple):
 
 
 class CachedCalls(NamedTuple):
-    """The calls of one plan: prepared steps, schedules, programs, and calls that start in C++."""
+    """The calls of one plan: prepared steps, programs, and calls that start in C++."""
 
     steps: dict[object, PreparedSteps]
-    codes: dict[Hashable, Code | None]
-    programs: Programs
+    programs: ProgramCache[RingProgram]
     replayable: dict[Hashable, ReplayableCall]
 
 
@@ -177,7 +174,7 @@ class SymmetricRingPass:
         self._parity = parity = backend.begin(spec)
         known = backend.call_cache.get(plan.hops)
         if known is None:
-            known = backend.call_cache.setdefault(plan.hops, CachedCalls({}, {}, {}, {}))
+            known = backend.call_cache.setdefault(plan.hops, CachedCalls({}, ProgramCache(), {}))
         self._known = known
         return parity
 
@@ -190,24 +187,18 @@ class SymmetricRingPass:
             return None
         parity = self._begin(k)
         stream = CurrentStream.of(k.device)
-        known = self._known
-        layout = signature_of(self._pass_type, inputs, settings)
-        signature = layout, stream.id
-        program = known.programs.get((signature, parity))
-        if program is None:
-            if len(known.programs) >= MAX_PROGRAMS:
-                known.programs.clear()
-                known.codes.clear()
-            if layout not in known.codes:
-                known.codes[layout] = code_of(
-                    self._plan, layout, inputs, code, not self._backend.joins
-                )
-            program = RingProgram.of(library, known.codes[layout], stream, self._backend, parity)
-            known.programs[signature, parity] = program
+        signature = signature_of(self._pass_type, inputs, settings)
+        program = self._known.programs.get(
+            signature,
+            (stream.id, parity),
+            lambda: code_of(self._plan, signature, inputs, code, not self._backend.joins),
+            lambda made: RingProgram.of(library, made, stream, self._backend, parity),
+        )
         if program.held is None:
             return None
         if library.ring_wanted():
-            library.keep_ring(self._replayable(signature, parity, program))
+            call = self._replayable((signature, stream.id), parity, program)
+            library.keep_ring(call)
         return self._backend.replay(program, inputs, stream)
 
     def _replayable(self, signature: Hashable, parity: int, program: RingProgram) -> ReplayableCall:

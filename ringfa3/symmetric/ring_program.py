@@ -10,7 +10,7 @@ From the next such call on it knows the call by its arguments: Python only count
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
@@ -35,8 +35,6 @@ from ringfa3.symmetric.stream_ops import (
     WaitAndReset,
     WaitEvent,
 )
-
-MAX_PROGRAMS = 64  # of a plan; beyond that all are forgotten
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Inputs: TypeAlias = tuple[torch.Tensor | None, ...]
@@ -346,6 +344,3 @@ class ReplayableCall:
     def failed(self, memory: bool, text: str) -> None:
         """The program has failed, for lack of memory or otherwise: tells the other ranks."""
         self._backend.report_failure((torch.OutOfMemoryError if memory else RuntimeError)(text))
-
-
-Programs: TypeAlias = MutableMapping[Hashable, RingProgram]

@@ -76,7 +76,7 @@ def test_a_gathered_plan_covers_the_same_pairs_in_one_launch(case: Case, m: int)
         arrived = [key_tokens(plans, plan.rank, hop) for hop in range(plan.world)]
         sizes = [len(keys) for keys in arrived]
         first_row = np.cumsum(sizes) - sizes + 3 * np.arange(plan.world)  # with gaps
-        (tiling,) = plan.hops.gathered(lambda: first_row).forward(m)
+        (tiling,) = plan.hops.gathered(lambda rows=first_row: rows).forward(m)
         rows_of = np.full(first_row[-1] + sizes[-1], -1)
         for first, keys in zip(first_row, arrived, strict=True):
             rows_of[first : first + len(keys)] = keys

@@ -68,7 +68,7 @@ def test_each_device_has_its_own_program() -> None:
         mock.patch.object(host.dispatch, "unit_for"),
         mock.patch.object(host.CurrentStream, "of", lambda x: CurrentStream(x, 0, False, 0)),
         mock.patch.object(host, "_programs", {}),
-        mock.patch.object(host, "code_of"),
+        mock.patch.object(host, "code_of") as built,
         mock.patch.object(host, "link", side_effect=["a", "b"]),
         mock.patch.object(link, "num_ctas", return_value=132),
     ):
@@ -77,6 +77,7 @@ def test_each_device_has_its_own_program() -> None:
             k = torch.empty((70, 2, 64), device=device)
             found += ring_pass.run_schedule(k, (k,), 0.1, mock.Mock()) or ()
     assert found == ["a", "b"] * 2
+    assert built.call_count == 1  # both link one schedule
 
 
 def test_programs_die_with_their_plan(kernels: FakeKernels) -> None:

@@ -19,8 +19,9 @@ from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.ring.op import run_backward, run_forward
 from ringfa3.ring.prepare_call import PreparedCall
+from ringfa3.schedules import program_cache
 from ringfa3.schedules.steps import STRUCTURES
-from ringfa3.symmetric import cuda_driver, ring_pass, self_test
+from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.ring_program import (
@@ -316,7 +317,7 @@ def test_programs_of_a_plan_are_bounded(kernels: FakeKernels) -> None:
                 made.append(len(rank.backend.call_cache[rank.plan.hops].programs))
         return made
 
-    with mock.patch.object(ring_pass, "MAX_PROGRAMS", 5):
+    with mock.patch.object(program_cache, "MAX_PROGRAMS", 5):
         assert on_ranks(kernels, 2, work) == [[1, 2, 3, 4, 5, 1]] * 2
 
 

@@ -1,0 +1,45 @@
+"""The programs of a plan's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from ringfa3.schedules.link import Signature
+from ringfa3.schedules.schedule import Code
+
+MAX_PROGRAMS = 64  # of a plan; beyond that all are forgotten
+
+T = TypeVar("T")
+
+
+class ProgramCache(Generic[T]):
+    """Programs by call signature and by what they are linked for: device, stream, parity.
+
+    All programs of a signature share one schedule.
+    """
+
+    def __init__(self) -> None:
+        self._codes: dict[Signature, Code | None] = {}
+        self._programs: dict[tuple[Signature, Hashable], T] = {}
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def get(
+        self,
+        signature: Signature,
+        linked_for: Hashable,
+        find: Callable[[], Code | None],
+        link: Callable[[Code | None], T],
+    ) -> T:
+        """The program, made the first time. find: the schedule of the signature, as `code_of`."""
+        key = signature, linked_for
+        if key not in self._programs:
+            if len(self._programs) >= MAX_PROGRAMS:
+                self._programs.clear()
+                self._codes.clear()
+            if signature not in self._codes:
+                self._codes[signature] = find()
+            self._programs[key] = link(self._codes[signature])
+        return self._programs[key]
