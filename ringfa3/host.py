@@ -37,7 +37,7 @@ from ringfa3.kernels.symbolic import ScheduleError
 from ringfa3.pass_interface import HostCode, LocalPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
-from ringfa3.schedules.link import code_of, link, signature_of
+from ringfa3.schedules.link import link, schedule_of, signature_of
 from ringfa3.schedules.program_cache import ProgramCache
 from ringfa3.schedules.schedule import build
 from ringfa3.validation import check_choice
@@ -139,7 +139,7 @@ class ProgramPass(LocalPass):
         program = known.get(
             signature,
             (k.device, stream.id),  # streams of two GPUs may share an id
-            lambda: code_of(self._plan, signature, inputs, code),
+            lambda: schedule_of(self._plan, signature, inputs, code),
             lambda made: None if made is None else link(found, made, stream),
         )
         if program is None:
@@ -223,7 +223,7 @@ def _build(name: str, kernel: Callable[..., Any], arguments: tuple[Any, ...]) ->
 
     stream = CurrentStream.of(inputs[0].device)
     try:
-        program = link(_library, build(inputs, code).code(), stream)
+        program = link(_library, build(inputs, code).encode(), stream)
     except ScheduleError:
         _library.decline()
         return kernel(*arguments)

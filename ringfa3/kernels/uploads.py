@@ -59,7 +59,11 @@ class HostTables(Protocol, Generic[T_co]):
 
 
 class HostCopy(Generic[T]):
-    """Tables of an owner and key, and their copies in device memory by stream."""
+    """Tables of an owner and key, and their copies in device memory by stream.
+
+    The host holds as many bytes as a stream, as long as the owner lives: further streams upload
+    them, and a plan that is pickled takes them along.
+    """
 
     def __init__(self, host: HostTables[T]) -> None:
         self.host = host

@@ -15,7 +15,7 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import ALIGNMENT, Gpu, ScheduleError
 from ringfa3.pass_interface import HostCode
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.schedules.schedule import Code, Inputs, Part, build
+from ringfa3.schedules.schedule import EncodedSchedule, Inputs, Part, build
 
 _built = 0
 
@@ -74,18 +74,18 @@ def _differences(wanted: Signature, found: Signature) -> list[str]:
     return names
 
 
-def code_of(
+def schedule_of(
     plan: ContextPlan,
     signature: Signature,
     inputs: Inputs,
     code: HostCode,
     use_prepared: bool = True,
-) -> Code | None:
+) -> EncodedSchedule | None:
     """The schedule of a call with this host code, as it was prepared or built now.
 
     None: no schedule describes the call.
     """
-    prepared: dict[Any, Code] = plan.prepared if use_prepared else {}
+    prepared: dict[Any, EncodedSchedule] = plan.prepared if use_prepared else {}
     found = prepared.get(signature)
     first = inputs[0]
     assert first is not None
@@ -105,7 +105,7 @@ def code_of(
     global _built
     _built += 1
     try:
-        return build(inputs, code).code()
+        return build(inputs, code).encode()
     except ScheduleError:
         return None
 
@@ -121,7 +121,7 @@ def no_memory(part: Part) -> torch.Tensor:
 
 def link(
     library: Any,
-    code: Code,
+    schedule: EncodedSchedule,
     stream: CurrentStream,
     resolvers: Resolvers = {},  # noqa: B006  never changed
     tensor_of: Callable[[Part], torch.Tensor] = no_memory,
@@ -131,7 +131,7 @@ def link(
 
     Raises BuildError, OSError: a kernel cannot be built or loaded.
     """
-    tables = [table.on(stream).memory for table in code.tables]
+    tables = [table.on(stream).memory for table in schedule.tables]
     held = list(tables)
 
     def counter() -> int:
@@ -145,11 +145,11 @@ def link(
         "counter": counter,
         **resolvers,
     }
-    begins = [_signed(known[symbol[0]](*symbol[1:])) for symbol in code.symbols]
-    words = code.words.copy()
-    words[code.at] += np.array(begins, np.int64)[code.symbol_of]
-    memory = *map(tensor_of, code.parts), *held
-    return library.program(words.tobytes(), code.names, memory, code.held)
+    begins = [_signed(known[symbol[0]](*symbol[1:])) for symbol in schedule.symbols]
+    words = schedule.words.copy()
+    words[schedule.at] += np.array(begins, np.int64)[schedule.symbol_of]
+    memory = *map(tensor_of, schedule.parts), *held
+    return library.program(words.tobytes(), schedule.names, memory, schedule.held)
 
 
 def _signed(address: int) -> int:

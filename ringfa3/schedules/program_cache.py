@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from ringfa3.schedules.link import Signature
-from ringfa3.schedules.schedule import Code
+from ringfa3.schedules.schedule import EncodedSchedule
 
 MAX_PROGRAMS = 64  # of a plan; beyond that all are forgotten
 
@@ -20,7 +20,7 @@ class ProgramCache(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._codes: dict[Signature, Code | None] = {}
+        self._schedules: dict[Signature, EncodedSchedule | None] = {}
         self._programs: dict[tuple[Signature, Hashable], T] = {}
 
     def __len__(self) -> int:
@@ -30,16 +30,16 @@ class ProgramCache(Generic[T]):
         self,
         signature: Signature,
         linked_for: Hashable,
-        find: Callable[[], Code | None],
-        link: Callable[[Code | None], T],
+        find: Callable[[], EncodedSchedule | None],
+        link: Callable[[EncodedSchedule | None], T],
     ) -> T:
-        """The program, made the first time. find: the schedule of the signature, as `code_of`."""
+        """The program, made the first time. find: the signature's schedule, as `schedule_of`."""
         key = signature, linked_for
         if key not in self._programs:
             if len(self._programs) >= MAX_PROGRAMS:
                 self._programs.clear()
-                self._codes.clear()
-            if signature not in self._codes:
-                self._codes[signature] = find()
-            self._programs[key] = link(self._codes[signature])
+                self._schedules.clear()
+            if signature not in self._schedules:
+                self._schedules[signature] = find()
+            self._programs[key] = link(self._schedules[signature])
         return self._programs[key]

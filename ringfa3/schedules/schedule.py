@@ -79,7 +79,7 @@ class Part(NamedTuple):
     stride: Shape
 
 
-class Code(NamedTuple):
+class EncodedSchedule(NamedTuple):
     """A schedule in words, which `link` makes a program; it can be pickled.
 
     words      (n,) int64
@@ -123,7 +123,7 @@ class Schedule(NamedTuple):
     held: list[object]
     waits: dict[int, list[Wait]]
 
-    def code(self) -> Code:
+    def encode(self) -> EncodedSchedule:
         words = Words(self.symbols)
         words.add(len(self.buffers))
         for shape, dtype, first in self.buffers:
@@ -134,7 +134,7 @@ class Schedule(NamedTuple):
         words.add(len(self.outputs))
         for output in self.outputs:
             words.add(*output.words())
-        return Code(
+        return EncodedSchedule(
             np.array(words.values, np.int64),
             np.array(words.at, np.intp),
             np.array(words.symbol_of, np.intp),

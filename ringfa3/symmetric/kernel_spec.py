@@ -127,6 +127,6 @@ class KernelSpec:
             ring_pass = SymmetricRingPass(None, plan, pass_type)
         try:
             call = partial(code, _Call(plan), ring_pass)
-            plan.prepared[signature] = build(inputs, call, gpu).code()
+            plan.prepared[signature] = build(inputs, call, gpu).encode()
         except ScheduleError:  # the PyTorch fallback runs such calls
             return

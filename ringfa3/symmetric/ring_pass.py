@@ -21,7 +21,7 @@ from ringfa3.kernels.symbolic import current_builder
 from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
-from ringfa3.schedules.link import code_of, signature_of
+from ringfa3.schedules.link import schedule_of, signature_of
 from ringfa3.schedules.program_cache import MAX_PROGRAMS, ProgramCache
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
@@ -191,7 +191,7 @@ class SymmetricRingPass:
         program = self._known.programs.get(
             signature,
             (stream.id, parity),
-            lambda: code_of(self._plan, signature, inputs, code, not self._backend.joins),
+            lambda: schedule_of(self._plan, signature, inputs, code, not self._backend.joins),
             lambda made: RingProgram.of(library, made, stream, self._backend, parity),
         )
         if program.held is None:

@@ -18,7 +18,7 @@ import torch
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import Symbol
 from ringfa3.schedules.link import Resolvers, link
-from ringfa3.schedules.schedule import Code, Part, ScheduleBuilder
+from ringfa3.schedules.schedule import EncodedSchedule, Part, ScheduleBuilder
 from ringfa3.schedules.steps import DriverCall, MemoryOps
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.stream_ops import (
@@ -269,16 +269,21 @@ class RingProgram(NamedTuple):
 
     @classmethod
     def of(
-        cls, library: Any, code: Code | None, stream: CurrentStream, linker: Linker, parity: int
+        cls,
+        library: Any,
+        schedule: EncodedSchedule | None,
+        stream: CurrentStream,
+        linker: Linker,
+        parity: int,
     ) -> RingProgram:
         """The program of a call with this schedule and parity; None: no schedule describes it."""
-        if code is None:
+        if schedule is None:
             return cls(library, None, ())
         posts = [
             (Stream(on), [f"{what} rank {linker.ranks[sender]}" for what, sender in waits])
-            for on, waits in code.waits
+            for on, waits in schedule.waits
         ]
-        held = link(library, code, stream, linker.resolvers(parity), linker.tensor_of)
+        held = link(library, schedule, stream, linker.resolvers(parity), linker.tensor_of)
         return cls(library, held, posts)
 
     def run(self, inputs: Inputs, stream: CurrentStream, waits: Sequence[int]) -> Tensors:

@@ -68,7 +68,7 @@ def test_each_device_has_its_own_program() -> None:
         mock.patch.object(host.dispatch, "unit_for"),
         mock.patch.object(host.CurrentStream, "of", lambda x: CurrentStream(x, 0, False, 0)),
         mock.patch.object(host, "_programs", {}),
-        mock.patch.object(host, "code_of") as built,
+        mock.patch.object(host, "schedule_of") as built,
         mock.patch.object(host, "link", side_effect=["a", "b"]),
         mock.patch.object(link, "num_ctas", return_value=132),
     ):

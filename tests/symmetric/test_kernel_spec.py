@@ -19,7 +19,7 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.schedules import link
-from ringfa3.schedules.schedule import Code, Schedule
+from ringfa3.schedules.schedule import EncodedSchedule, Schedule
 from ringfa3.symmetric import kernel_spec
 from tests.ring.test_one_rank import step
 from tests.support.fake_kernels import SMS, FakeKernels
@@ -70,7 +70,7 @@ def test_a_worker_needs_no_gpu() -> None:
     assert plan.hops._tilings
 
 
-def same_as_built(prepared: list[Code], built: list[Code]) -> None:
+def same_as_built(prepared: list[EncodedSchedule], built: list[EncodedSchedule]) -> None:
     """Words, the addresses among them, names and tables."""
     for x, y in zip(prepared, built, strict=True):
         for name in ("words", "at", "symbol_of"):
