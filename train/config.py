@@ -85,6 +85,23 @@ class Config:
             return self
         return replace(self, parallel=replace(self.parallel, cp=world))
 
+    def comparable(self) -> Config:
+        """The config of the steps of ``mode=verify``: samples of ``verify.seq_len`` tokens, and
+        ``zero_init`` off.
+
+        A CP group has one micro-batch, unless ``train.global_batch_size`` or
+        ``train.gradient_accumulation_steps`` gives another number: with ``train.batch_tokens``
+        shorter samples would be more samples.
+        """
+        seq_len, longest = self.verify.seq_len or self.data.seq_len, self.data.max_doc_len
+        longest = None if longest is None else min(longest, seq_len)
+        return replace(
+            self,
+            model=replace(self.model, zero_init=False),
+            data=replace(self.data, seq_len=seq_len, max_doc_len=longest),
+            train=replace(self.train, batch_tokens=None),
+        )
+
     def samples_at_once(self) -> int:
         """Samples that a CP group shares in a micro-batch; ``parallel.cp`` must be a number."""
         if self.data.tokens_per_rank is None:
