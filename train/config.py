@@ -121,6 +121,15 @@ class Config:
         """Samples per step of ``dp`` CP groups together."""
         return self.accumulation_over(dp) * dp * self.samples_at_once()
 
+    def same_batch(self, dp: int) -> list[str]:
+        """The overrides that keep the samples of a step, whatever a micro-batch has."""
+        names = []
+        if self.train.global_batch_size is None:
+            names.append(f"train.global_batch_size={self.batch_over(dp)}")
+        if self.train.gradient_accumulation_steps not in (None, 1):
+            names.append("train.gradient_accumulation_steps=null")
+        return names
+
     def fewer_tokens(self, batch: int, dp: int) -> int | None:
         """The next smaller ``data.tokens_per_rank`` with which ``dp`` CP groups share ``batch``
         samples; None if there is none."""
