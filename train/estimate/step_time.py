@@ -53,15 +53,15 @@ def estimate_time(job: Job) -> StepTime:
     job.require_predictable()
     _require_long(job.cu_seqlens)
     config, hardware, memory = job.config, job.config.hardware, job.config.memory
-    model, samples = config.model, job.micro_batches
-    pairs = sum(job.plan.work_per_rank) * model.n_layers * samples * job.dp
-    tokens = job.plan.total_tokens * samples * job.dp
+    model, micro_batches = config.model, job.micro_batches
+    pairs = sum(job.plan.work_per_rank) * model.n_layers * micro_batches * job.dp
+    tokens = job.plan.total_tokens * micro_batches * job.dp
     flops = step_flops(model, memory, job.rows, tokens, pairs)
     forward, backward = _attention_speeds(config)
-    slowest = max(job.plan.work_per_rank) * samples
+    slowest = max(job.plan.work_per_rank) * micro_batches
     each = slowest * model.n_heads * model.resolved_head_dim() * model.n_layers
     linear = (flops.linear + flops.repeated_linear) / job.gpus
-    elements = job.tokens * samples * model.dim * model.n_layers
+    elements = job.tokens * micro_batches * model.dim * model.n_layers
     repeated = memory.recomputed(model.n_layers) / model.n_layers
     attention = FORWARD_PER_PAIR * each / forward
     attention *= 1 + repeated if memory.recompute == "full" else 1
