@@ -24,8 +24,8 @@ def level(loads: Loads, hosts: Ints) -> None:
 def _move(loads: Loads, giver: int, taker: int, tokens: int) -> None:
     """Moves up to `tokens` tokens: a chunk, or the first or last ones of it.
 
-    It minimises the larger load of both ranks, plus the price of rows. Under a causal mask the first
-    tokens of a document need no other row, and those that follow need only these.
+    It minimises the larger load of both ranks, plus the price of rows. Under a causal mask the
+    first tokens of a document need no other row, and those that follow need only these.
     """
     document, position, length = loads.table(giver)
     moved = np.minimum(length, tokens)
