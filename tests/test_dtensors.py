@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ringfa3 import (
@@ -22,7 +22,7 @@ from tests.support.ranks import Ranks
 
 
 def _texts(group: dist.ProcessGroup) -> dict[str, str]:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = DeviceMesh.from_group(group, "cpu")
     plan = plan_context(22, group)
     x = torch.ones(plan.local_tokens, 2, 8)
     d = distribute_tensor(torch.ones(22, 2, 8), mesh, [Shard(0)])
@@ -57,7 +57,7 @@ def test_dtensors_are_refused_with_the_remedy(ranks: Ranks) -> None:
 
 def _one_rank(group: dist.ProcessGroup) -> str:
     """Only rank 1 is wrong; all raise."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = DeviceMesh.from_group(group, "cpu")
     plan = plan_context(22, group)
     x = torch.ones(plan.local_tokens, 2, 8)
     d = distribute_tensor(torch.ones(22, 2, 8), mesh, [Shard(0)])

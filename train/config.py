@@ -85,6 +85,23 @@ class Config:
             return self
         return replace(self, parallel=replace(self.parallel, cp=world))
 
+    def comparable(self) -> Config:
+        """The config of the steps of ``mode=verify``: samples of ``verify.seq_len`` tokens, and
+        ``zero_init`` off.
+
+        A CP group has one micro-batch, unless ``train.global_batch_size`` or
+        ``train.gradient_accumulation_steps`` gives another number: with ``train.batch_tokens``
+        shorter samples would be more samples.
+        """
+        seq_len, longest = self.verify.seq_len or self.data.seq_len, self.data.max_doc_len
+        longest = None if longest is None else min(longest, seq_len)
+        return replace(
+            self,
+            model=replace(self.model, zero_init=False),
+            data=replace(self.data, seq_len=seq_len, max_doc_len=longest),
+            train=replace(self.train, batch_tokens=None),
+        )
+
     def samples_at_once(self) -> int:
         """Samples that a CP group shares in a micro-batch; ``parallel.cp`` must be a number."""
         if self.data.tokens_per_rank is None:
@@ -103,6 +120,15 @@ class Config:
     def batch_over(self, dp: int) -> int:
         """Samples per step of ``dp`` CP groups together."""
         return self.accumulation_over(dp) * dp * self.samples_at_once()
+
+    def same_batch(self, dp: int) -> list[str]:
+        """The overrides that keep the samples of a step, whatever a micro-batch has."""
+        names = []
+        if self.train.global_batch_size is None:
+            names.append(f"train.global_batch_size={self.batch_over(dp)}")
+        if self.train.gradient_accumulation_steps not in (None, 1):
+            names.append("train.gradient_accumulation_steps=null")
+        return names
 
     def fewer_tokens(self, batch: int, dp: int) -> int | None:
         """The next smaller ``data.tokens_per_rank`` with which ``dp`` CP groups share ``batch``

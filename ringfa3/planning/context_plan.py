@@ -132,7 +132,8 @@ class ContextPlan(TokenShards):
             return cast(ContextPlan, GraphPlan(self, group, self.window_size))
         key = weakref.ref(group)
         if key not in self._bound:
-            warn_of_hosts(self.hosts, group)
+            if self.layout == "zigzag" and np.count_nonzero(self.lengths) > 1:
+                warn_of_hosts(self.hosts, group)
             bound = copy.copy(self)  # the tables are shared, what `_register` makes is not
             bound._group = key
             self._bound = {g: p for g, p in self._bound.items() if g() is not None} | {key: bound}
@@ -304,8 +305,8 @@ def plan_context(
         window_size: (left, right) keys around a query to which it attends, -1 or None for
             unlimited.
         hosts: the number of hosts, of equally many ranks in order, or the host of each rank: few
-            documents span two. None for what torchrun's variables say of the group, and for one
-            host if `group` is (rank, world); RINGFA3_HOSTS replaces it. Equal on all ranks.
+            documents span two. None for what RINGFA3_HOSTS or torchrun's variables say of a process
+            group, and for one host if `group` is (rank, world). Equal on all ranks.
         prepare: `ringfa3.KernelSpec`s, for which what first calls would make is made now.
 
     Raises:

@@ -119,8 +119,8 @@ class KVExchange:
     def launch_of_hop(self) -> Ints:
         """(world,) the launch that attends to each hop by messages: hop 0 alone, then several.
 
-        On no rank has a launch more rows, sent or received, than two thirds of the largest block,
-        or what is visible at one hop. So two buffers of arriving and one of leaving rows are no
+        A rank sends and receives for a launch at most two thirds of the largest block, or what is
+        visible at one hop. So two buffers of arriving and one of leaving rows are no
         more than two blocks, or three hops.
         """
         world = len(self.tokens)

@@ -1,8 +1,8 @@
 """Shards of a mask's tokens: work, which is pairs of a query, and tokens are balanced.
 
-A *component* is a run of queries that no span leaves: a document, a tree. `sharding` treats it as a
-document: a small one is whole, others are cut into chunks, of which each owner gets a sparse and a
-dense one. For that a component's tokens are ordered by their density, in runs.
+A *component* is a run of queries that no span leaves: a document, a tree. `placement.zigzag` treats
+it as a document: a small one is whole, others are cut into chunks, of which each owner gets a
+sparse and a dense one. For that a component's tokens are ordered by their density, in runs.
 """
 
 from __future__ import annotations

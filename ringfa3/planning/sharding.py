@@ -112,7 +112,7 @@ def balanced_documents(
     """The segments of every rank, of documents with windows of their own, each (documents,)."""
     # Rows have equal work if nearly all see a whole window, or all see the whole document.
     wide = np.maximum(left, right)
-    in_order = (wide < lengths // 16) | (np.minimum(left, right) >= lengths)
+    in_order = (wide < lengths // 16) | (np.minimum(left, right) >= lengths - 1)
     quota, cost = quotas(int(lengths.sum()), len(hosts)), block_cost(lengths, left, right)
     return by_rank(len(hosts), *zigzag(lengths, quota, cost, in_order, np.array(hosts)))
 

@@ -49,13 +49,11 @@ class _SentRows:
         self._rows = [rows for rows, run in scattered if run is None]
         self.packed = Packed(*self._rows)
 
-    def at(self, memory: torch.Tensor | None, begin: int) -> list[RowIndex]:
+    def at(self, memory: torch.Tensor | None, _address: int) -> list[RowIndex]:
         assert memory is not None  # no schedule sends messages
-        del begin
-        begins = self.packed.addresses(0)
         parts = (
-            memory[begin : begin + rows.nbytes].view(torch.int64)
-            for begin, rows in zip(begins, self._rows, strict=True)
+            memory[offset : offset + rows.nbytes].view(torch.int64)
+            for offset, rows in zip(self.packed.addresses(0), self._rows, strict=True)
         )
         return [RowIndex(next(parts)) if run is None else run for run in self._runs]
 

@@ -294,6 +294,7 @@ def _settings(
             "plan.window": f"(left, right) = {plan.effective_window}"
             if plan.mask is None
             else repr(plan.mask),
+            "plan.hosts": str(plan.hosts),
             "plan.cu_seqlens": f"{len(plan.lengths)} documents, {plan.total_tokens} tokens, "
             f"digest {plan.digest}",
             "q": f"{q.shape[1]} heads, head_dim {q.shape[2]}, {q.dtype} on {q.device.type}",

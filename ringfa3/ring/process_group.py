@@ -67,7 +67,9 @@ def end_group(group: dist.ProcessGroup, lost: bool) -> None:
 
 def connect_ranks(group: dist.ProcessGroup, device: torch.device) -> None:
     """Connects all ranks of a new group by a sum of tensors on `device`. All ranks call it."""
-    group.allreduce([torch.zeros(1, device=device)]).wait()
+    x = torch.zeros(1, dtype=torch.float32, device=device)
+    group.allreduce([x]).wait()
+    x.item()  # over NCCL `wait` blocks only the stream, and an error would surface later
 
 
 class AbsentError(TimeoutError):

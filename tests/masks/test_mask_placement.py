@@ -52,17 +52,19 @@ def test_work_and_tokens_are_balanced(name: str, world: int) -> None:
     np.testing.assert_array_equal(found, np.arange(mask.q_tokens))
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (700, -1)])
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, (-1, -1)), (True, (700, -1)), (False, (-1, -1))]
+)
 @pytest.mark.parametrize("lengths", [[16384], [5000, 300, 300, 2000, 9000, 784], [2048] * 8])
-def test_causal_documents_have_the_tokens_of_their_own_plan(
-    lengths: list[int], window: tuple[int, int]
+def test_documents_have_the_tokens_of_their_own_plan(
+    lengths: list[int], causal: bool, window: tuple[int, int]
 ) -> None:
     """Reference: `plan_context` of the documents: zigzag."""
     cu = np.cumsum([0, *lengths]).tolist()
-    mask = Mask.documents(cu, window_size=window)
+    mask = Mask.documents(cu, causal=causal, window_size=window)
     for world in (2, 4):
         given = plan_context(mask, (1, world))
-        expected = plan_context(cu, (1, world), window_size=window)
+        expected = plan_context(cu, (1, world), causal=causal, window_size=window)
         assert given.token_index.tolist() == expected.token_index.tolist()
         assert given.positions.tolist() == expected.positions.tolist()
 

@@ -85,7 +85,13 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         while job := pipe.recv_bytes():
             faulthandler.dump_traceback_later(LIMIT_S - 5)
             size, function, args = pickle.loads(job)
-            pipe.send_bytes(_call(function, groups[size], *args))
+            before = c10d._world.group_count
+            answer = _call(function, groups[size], *args)
+            if size < world and c10d._world.group_count != before:
+                # New groups of later jobs would have other numbers, and names, on other ranks.
+                text = f"a job of {size} of {world} ranks made a process group; run it on all"
+                answer = pickle.dumps((False, text))
+            pipe.send_bytes(answer)
             _destroy_groups(permanent)
             torch.set_num_threads(1)  # a task of the trainer sets its own number
             faulthandler.cancel_dump_traceback_later()

@@ -78,6 +78,8 @@ def check(config: Config, world: int) -> None:
             "scales depend on how a sample is shared, and steps differ by more than rounding; "
             "nearest valid: model.attention_precision=native"
         )
+    if config.mode == "verify":
+        config = config.comparable()
     if config.mode not in RUN_MODES:
         check_micro_batch(config)
         check_batch(config, world // cp)

@@ -40,10 +40,8 @@ def check_optim(config: Config) -> None:
 
 def check_micro_batch(config: Config) -> None:
     """Raise ``ConfigError`` if ``data.tokens_per_rank`` gives a CP group no whole samples."""
-    tokens, cp, key = config.data.tokens_per_rank, config.parallel.cp, "data.seq_len"
-    seq_len = config.data.seq_len
-    if config.mode == "verify" and config.verify.seq_len is not None:
-        seq_len, key = config.verify.seq_len, "verify.seq_len"
+    tokens, cp, seq_len = config.data.tokens_per_rank, config.parallel.cp, config.data.seq_len
+    key = "verify.seq_len" if config.mode == "verify" else "data.seq_len"
     if tokens is None or tokens * cp % seq_len == 0:
         return
     least = seq_len // math.gcd(seq_len, cp)  # of a rank, if the group shares whole samples

@@ -1,6 +1,6 @@
 """Ranks and process groups: dp x cp, agreement between ranks, shutdown.
 
-``cp`` consecutive ranks form a CP group and share one sample. There are ``dp`` such groups. A
+``cp`` consecutive ranks form a CP group and share a micro-batch. There are ``dp`` such groups. A
 single process creates no process group.
 """
 

@@ -218,17 +218,15 @@ def _value(job: Job, key: str) -> object:
 def _with_fewer(job: Job) -> Iterator[tuple[Job, list[str]]]:
     """``job``, then with ever fewer samples in a micro-batch, as many in a step; and overrides."""
     yield job, []
-    config, batch, names = job.config, job.config.batch_over(job.dp), []
-    if config.train.global_batch_size is None:
-        names.append(f"train.global_batch_size={batch}")
-    if config.train.gradient_accumulation_steps not in (None, 1):
-        names.append("train.gradient_accumulation_steps=null")
+    config, batch = job.config, job.config.batch_over(job.dp)
+    names = config.same_batch(job.dp)
     train = dataclasses.replace(
         config.train, global_batch_size=batch, gradient_accumulation_steps=None
     )
     while (tokens := config.fewer_tokens(batch, job.dp)) is not None:
         data = dataclasses.replace(config.data, tokens_per_rank=tokens)
         config = dataclasses.replace(config, data=data, train=train)
+        # All documents of these samples. After samples shorter than seq_len come some of the next.
         ends = [end for end in job.cu_seqlens if end <= tokens * config.parallel.cp]
         made = dataclasses.replace(job, config=config, cu_seqlens=ends)
         yield made, [f"data.tokens_per_rank={tokens}", *names]

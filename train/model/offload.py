@@ -140,7 +140,7 @@ class Offload:
 
     Args:
         blocks: how many blocks offload, the first ones; the others use device memory.
-        tokens: the most tokens of a sample that this rank holds.
+        tokens: the most tokens of a micro-batch that this rank holds.
         keeps_attention: selective checkpoints, which save (O, LSE), so that attention runs once.
         attention: whether (O, LSE) are offloaded too; needs ``keeps_attention``.
     """

@@ -165,7 +165,7 @@ class Transformer(nn.Module):
     """Token ids -> normalised hidden states; the matrix ``head`` (V, D) maps them to logits.
 
     ``attention`` is as in ``train``; ``residual`` is the dtype of the residual stream. A rank
-    trains on at most ``tokens`` tokens of a sample; the buffers of ``memory.offload`` have that
+    trains on at most ``tokens`` tokens of a micro-batch; buffers of ``memory.offload`` have that
     size. With ``compile``, every block runs as compiled graphs, its recomputation included.
     ``ring`` are keyword arguments of every ``RingFA3Attention``: group, layout, transport,
     deterministic.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import sys
 import time
@@ -127,12 +128,11 @@ def memory_advice(config: Config) -> str:
     ways: dict[str, str] = {}
     world = int(os.environ.get("WORLD_SIZE", "1"))
     dp = max(1, world // config.parallel.cp)
-    if (tokens := config.fewer_tokens(config.batch_over(dp), dp)) is not None:
-        ways["data.tokens_per_rank"] = str(tokens)
     if config.mode == "verify":  # with cp 1, a process holds a whole sample
-        ways["verify.seq_len"] = str(config.data.seq_len // 2)
-        shorter = " ".join(f"{key}={value}" for key, value in ways.items())
-        return f"-- out of memory; shorten the samples: {shorter}"
+        shorter = _shorter_samples(config.comparable())
+        return f"-- out of memory; shorten the samples: verify.seq_len={shorter}"
+    if (tokens := config.fewer_tokens(config.batch_over(dp), dp)) is not None:
+        ways["data.tokens_per_rank"] = " and ".join([str(tokens), *config.same_batch(dp)])
     memory = config.memory
     rows = config.model.vocab_size
     if rows is None and config.data.tokenizer is None:  # else only the tokenizer's file has it
@@ -159,9 +159,11 @@ def memory_advice(config: Config) -> str:
         ways["memory.offload"] = most
     elif memory.recompute == "attention-saving" and memory.offload == "none":
         ways["memory.recompute"] = "full"
-    if ring:
-        ways["parallel.cp"] = f"{2 * config.parallel.cp} with more processes"
-    ways["data.seq_len"] = str(config.data.seq_len // 2)
+    half, odd = divmod(config.data.tokens_per_rank or 0, 2)
+    if ring and not odd:
+        fewer = f" and data.tokens_per_rank={half}" if half else ""
+        ways["parallel.cp"] = f"{2 * config.parallel.cp} with more processes{fewer}"
+    ways["data.seq_len"] = _shorter_samples(config)
     allowed = allowed_changes(config, ways)
     now = ", ".join(f"{key}={value}" for key, value in ways.items() if key in allowed)
     anew = ", ".join(f"{key}={value}" for key, value in ways.items() if key not in allowed)
@@ -169,6 +171,16 @@ def memory_advice(config: Config) -> str:
     if anew:
         advice.append(f"in a new run (another run.dir, or run.overwrite=true) try: {anew}")
     return "-- out of memory; " + "; ".join(advice)
+
+
+def _shorter_samples(config: Config) -> str:
+    """At most half of ``data.seq_len``, and tokens of a rank that hold as many samples at once."""
+    tokens, cp, at_once = config.data.tokens_per_rank, config.parallel.cp, config.samples_at_once()
+    if tokens is None:
+        return str(config.data.seq_len // 2)
+    least = at_once // math.gcd(at_once, cp)  # of a rank: a multiple of it gives whole samples
+    tokens = tokens // 2 // least * least
+    return f"{tokens * cp // at_once} and data.tokens_per_rank={tokens}"
 
 
 def is_of_a_peer(error: BaseException) -> bool:

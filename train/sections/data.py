@@ -84,8 +84,8 @@ class DataConfig:
     seq_len: int = key(4096, at_least=2)
     """tokens per sample, over all ranks of its CP group"""
     tokens_per_rank: int | None = key(None, at_least=1)
-    """tokens of each rank in a micro-batch. A CP group then shares tokens_per_rank x parallel.cp
-    tokens, several whole samples of seq_len tokens, in one plan. null: one sample for each group.
+    """most tokens of each rank in a micro-batch. A CP group then shares several whole samples in
+    one plan, tokens_per_rank x parallel.cp / seq_len of them. null: one sample for each group.
     The order of the samples does not depend on it. mode=eval and rope read as many samples at once
     as fit, at least one"""
     max_doc_len: int | None = key(None, at_least=1)

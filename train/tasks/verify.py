@@ -89,7 +89,7 @@ def run(config: Config) -> NoReturn:
         device = choose_device(config)
         set_affinity(config.parallel, device)
         corpus = open_corpus(config.data)
-        config = comparable(config)
+        config = config.comparable()
         parallel = join(config.parallel, device)
         console = LineConsole(quiet=rank != 0)
         same, groups = compare(config, corpus, parallel, console)
@@ -99,24 +99,6 @@ def run(config: Config) -> NoReturn:
     except Exception as error:  # the outermost frame: every error must name its rank
         report.report(error, RunFolder(config).log(rank), config)
     shutdown(parallel, 1)
-
-
-def comparable(config: Config) -> Config:
-    """``config`` with samples of ``verify.seq_len`` tokens and with ``zero_init`` off.
-
-    A CP group has one micro-batch, unless ``train.global_batch_size`` or
-    ``train.gradient_accumulation_steps`` gives another number: with ``train.batch_tokens`` shorter
-    samples would be more samples.
-    """
-    data = config.data
-    seq_len = config.verify.seq_len or data.seq_len
-    max_doc_len = None if data.max_doc_len is None else min(data.max_doc_len, seq_len)
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, zero_init=False),
-        data=dataclasses.replace(data, seq_len=seq_len, max_doc_len=max_doc_len),
-        train=dataclasses.replace(config.train, batch_tokens=None),
-    )
 
 
 def compare(

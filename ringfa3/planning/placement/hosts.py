@@ -34,16 +34,15 @@ def find_hosts(hosts: Hosts, world: int, group: dist.ProcessGroup | None) -> tup
                 f"hosts has {len(numbers)} ranks, the group {world}: give each rank's host"
             )
         return _numbered(numbers)
-    if faked := os.environ.get(VARIABLE):
-        job = world if group is None else dist.get_world_size()
-        of_rank = _equal(VARIABLE, int(faked) if faked.isdecimal() else faked, job)
-    elif group is None or not (per_host := _processes_per_host()):
-        return (0,) * world
-    else:
-        of_rank = tuple(rank // per_host for rank in range(dist.get_world_size()))
     if group is None:
-        return of_rank
-    return _numbered([of_rank[rank] for rank in dist.get_process_group_ranks(group)])
+        return (0,) * world
+    if given := os.environ.get(VARIABLE):
+        job = _equal(VARIABLE, int(given) if given.isdecimal() else given, dist.get_world_size())
+    elif per_host := _processes_per_host():
+        job = tuple(rank // per_host for rank in range(dist.get_world_size()))
+    else:
+        return (0,) * world
+    return _numbered([job[rank] for rank in dist.get_process_group_ranks(group)])
 
 
 def _numbered(hosts: Sequence[int]) -> tuple[int, ...]:
@@ -64,8 +63,8 @@ def _equal(name: str, hosts: int | str, world: int) -> tuple[int, ...]:
 def _processes_per_host() -> int:
     """As torchrun and train/slurm.py say, if each host has as many; else 0."""
     names = "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE"
-    per_host, hosts, world = (int(os.environ.get(name, "0")) for name in names)
-    return per_host if per_host * hosts == world != 0 else 0
+    per_host, hosts, world = (int(os.environ.get(name) or 0) for name in names)
+    return per_host if per_host * hosts == world == dist.get_world_size() else 0
 
 
 def warn_of_hosts(hosts: tuple[int, ...], group: dist.ProcessGroup) -> None:

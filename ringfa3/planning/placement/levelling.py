@@ -5,28 +5,27 @@ from __future__ import annotations
 import numpy as np
 
 from ringfa3.planning.placement.costs import Ints
-from ringfa3.planning.placement.loads import ONE, Loads, price_of_rows
+from ringfa3.planning.placement.loads import ONE, ROWS, Loads
 
 
 def level(loads: Loads, hosts: Ints) -> None:
     """Every rank has its quota afterwards. Ranks of one host exchange tokens first."""
     for host in (*dict.fromkeys(hosts.tolist()), None):
         ranks = np.arange(len(hosts)) if host is None else np.flatnonzero(hosts == host)
-        price = price_of_rows(hosts[ranks])
         while True:
             room = loads.room[ranks]
             giver, taker = ranks[int(room.argmin())], ranks[int(room.argmax())]
             tokens = min(-int(loads.room[giver]), int(loads.room[taker]))
             if tokens <= 0:
                 break
-            _move(loads, int(giver), int(taker), tokens, price)
+            _move(loads, int(giver), int(taker), tokens)
 
 
-def _move(loads: Loads, giver: int, taker: int, tokens: int, price: int) -> None:
+def _move(loads: Loads, giver: int, taker: int, tokens: int) -> None:
     """Moves up to `tokens` tokens: a chunk, or the first or last ones of it.
 
-    What it minimises is the larger load of both ranks, plus the price of rows. The first tokens of
-    a document need no other row, and those that follow need only these.
+    It minimises the larger load of both ranks, plus the price of rows. Under a causal mask the
+    first tokens of a document need no other row, and those that follow need only these.
     """
     document, position, length = loads.table(giver)
     moved = np.minimum(length, tokens)
@@ -42,7 +41,7 @@ def _move(loads: Loads, giver: int, taker: int, tokens: int, price: int) -> None
         given = loads.work_of(document, taken, moved)
         kept = giver_load + loads.work_of(document, left, rest)
         peak = np.maximum(kept, loads.load[taker] + given)
-        score.append(peak + rows * price // quota + too_few)
+        score.append(peak + rows * ROWS // quota + too_few)
     last, index = divmod(int(np.argmin(np.stack(score))), len(length))
     d, p, n = loads.remove(giver, index)
     x = int(moved[index])

@@ -11,14 +11,9 @@ from ringfa3.planning.placement.costs import Cost, Ints
 ONE = 1 << 20  # a rank's mean work
 Chunk: TypeAlias = tuple[int, int, int]  # document, position, length
 
-# Price, as work, of K/V rows that a new cut sends: as many rows as a rank's tokens cost so much
-# inside a host, and between hosts.
-ROWS, ROWS_ABROAD = ONE // 64, ONE // 64
-
-
-def price_of_rows(hosts: Ints) -> int:
-    """Of as many rows as a rank has tokens, between ranks of these hosts."""
-    return ROWS if (hosts == hosts[0]).all() else ROWS_ABROAD
+# Work that is charged for K/V rows which a new cut sends, for as many rows as a rank has tokens.
+# A higher price between hosts leaves work unequal and saves no time: there are few such rows.
+ROWS = ONE // 64
 
 
 class Loads:

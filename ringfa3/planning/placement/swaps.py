@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ringfa3.planning.placement.costs import TILE, Ints
-from ringfa3.planning.placement.loads import ONE, ROWS, ROWS_ABROAD, Chunk, Loads
+from ringfa3.planning.placement.loads import ONE, ROWS, Chunk, Loads
 
 BALANCED = ONE // 160  # accepted excess of a rank's work
 WORTH = ONE // 2000  # a swap lowers the larger of two loads by at least so much
@@ -32,10 +32,10 @@ def swap_chunks(loads: Loads, hosts: Ints, heads: Sequence[int]) -> None:
         near = order[hosts[order] == hosts[full]]
         others = np.unique(np.concatenate((near[:PARTNERS], order[:PARTNERS])))
         others = others[load[others] < load[full] - WORTH]
-        stuck[full] = not len(others) or not _swap(loads, full, others, hosts, heads)
+        stuck[full] = not len(others) or not _swap(loads, full, others, heads)
 
 
-def _swap(loads: Loads, full: int, others: Ints, hosts: Ints, heads: Sequence[int]) -> bool:
+def _swap(loads: Loads, full: int, others: Ints, heads: Sequence[int]) -> bool:
     """Gives the last tokens of a chunk of `full` for as many of another rank; whether it did.
 
     Those are a whole chunk, or the first tiles of one.
@@ -62,10 +62,9 @@ def _swap(loads: Loads, full: int, others: Ints, hosts: Ints, heads: Sequence[in
     rest = loads.work_of(d, p, n - moved) - loads.work_of(d, p, n)
     kept = loads.work_of(e, q + m, length - m) - loads.work_of(e, q, length)
     peak = np.maximum(loads.load[full] + rest + back, loads.load[other[j]] + kept + tail)
-    price = np.where(hosts[other[j]] == hosts[full], ROWS, ROWS_ABROAD)
     rows = np.where(m < n, p + n - m, 0) + np.where(m < length, q + m, 0)
     cuts = ((m < n).astype(np.int64) + (m < length)) * CUT
-    score = np.where(m <= n, peak + rows * price // int(loads.quota[full]) + cuts, 1 << 62)
+    score = np.where(m <= n, peak + rows * ROWS // int(loads.quota[full]) + cuts, 1 << 62)
     a, b = divmod(int(score.argmin()), len(j))
     if score[a, b] >= loads.load[full] - WORTH:
         return False

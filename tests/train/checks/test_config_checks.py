@@ -23,7 +23,6 @@ from train.config import ConfigError, EngineConfig
 from train.keys import get, schema
 from train.sections.data import SourceConfig
 from train.sections.machine import ALL
-from train.tasks.verify import comparable
 
 ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
 
@@ -343,7 +342,12 @@ def test_verify_checks_the_samples_that_it_takes(config):
         check(config, world=2)
     config.verify.seq_len = 64
     check(config, world=2)
-    assert comparable(config).samples_at_once() == 4
+    assert config.comparable().samples_at_once() == 4
+    config.train.global_batch_size = 2
+    with pytest.raises(ConfigError, match=r"=2 is not a multiple of the 4 .*_batch_size=4 \(or"):
+        check(config, world=2)
+    config.data.seq_len, config.verify.seq_len, config.train.global_batch_size = 64, 256, 1
+    check(config, world=2)
 
 
 def test_modes_that_use_a_run_take_its_tokens_on_any_number_of_ranks(config):

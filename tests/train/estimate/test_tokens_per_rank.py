@@ -55,14 +55,22 @@ def test_fewer_samples_in_a_micro_batch_are_proposed_before_more_gpus():
 
 
 def test_the_experiment_of_mixed_lengths_is_as_its_pages_describe_it(tmp_path):
-    """docs/recipes.md has the batches, and the prediction of 8 H200, to the last digit there."""
+    """docs/recipes.md has the batches, and both predictions of 8 H200, to the last digit there."""
     config = composed("experiment=1b_mixed", "hardware=h200", f"run.dir={tmp_path / 'run'}")
     for gpus, samples in ((2, 4), (8, 4), (16, 8), (64, 32)):
         check(config.on(gpus), gpus)
         assert config.on(gpus).batch_over(1) == samples
-    config.mode = "estimate"
-    eight = config.on(8)
-    made = Job(eight, 8, 8, eight.model.rows(4096), _documents(eight), here=False)
-    assert (made.tokens, made.micro_batches, len(made.cu_seqlens)) == (65536, 1, 5)
-    predicted = predict(made)
-    assert f"{predicted.memory.device / 1e9:.1f} {predicted.time.total:.1f}" == "23.5 4.5"
+    for gpus, tokens in ((16, 32768), (64, 8192)):
+        data = dataclasses.replace(config.data, tokens_per_rank=tokens)
+        same = dataclasses.replace(config, data=data).on(gpus)
+        check(same, gpus)
+        assert same.batch_over(1) == 4
+    for cp, tokens, samples, predicted in ((ALL, 65536, 4, "23.5 4.5"), (1, 131072, 1, "33.9 8.9")):
+        config.mode, config.parallel.cp, config.data.tokens_per_rank = "train", cp, tokens
+        eight = config.on(8)
+        check(eight, 8)
+        eight.mode = "estimate"
+        made = Job(eight, 8, 8, eight.model.rows(4096), _documents(eight), here=False)
+        assert (made.tokens, made.micro_batches, len(made.cu_seqlens)) == (tokens, 1, samples + 1)
+        found = predict(made)
+        assert f"{found.memory.device / 1e9:.1f} {found.time.total:.1f}" == predicted

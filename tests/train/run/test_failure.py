@@ -11,11 +11,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from ringfa3.errors import RingError
 from tests.train.held_runs import hold_run
+from train.checks.config import check
 from train.checks.training import check_offload
-from train.config import MemoryConfig
+from train.config import Config, MemoryConfig
 from train.run.failure import (
     FailureReport,
     explain,
@@ -113,15 +115,75 @@ def test_advice_names_a_sharded_engine_to_several_processes_of_ddp(config, monke
     assert "engine" not in memory_advice(config)
 
 
-def test_advice_names_fewer_tokens_of_a_rank_first(config, monkeypatch):
-    """8 ranks share 8 samples of 256 tokens; a step of as many has micro-batches of 4."""
+def followed(config: Config, names: str) -> Config:
+    """``config`` with overrides of an advice, such as ``data.seq_len=64 and ...``, as YAML."""
+    changed = OmegaConf.structured(config)
+    changed.merge_with_dotlist(re.findall(r"[\w.]+=\w+", names))
+    return OmegaConf.to_object(changed)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch_tokens", "steps", "advice"),
+    [
+        (256, None, None, "128 and train.global_batch_size=8, "),
+        (256, None, 3, "192 and train.global_batch_size=24 and "
+         "train.gradient_accumulation_steps=null, "),
+        (192, 1024, None, "96 and train.global_batch_size=6, "),
+    ],
+)  # fmt: skip
+def test_fewer_tokens_of_a_rank_keep_the_samples_of_a_step(
+    config, monkeypatch, tokens, batch_tokens, steps, advice
+):
+    """8 ranks share 8 or 6 samples of 256 tokens at once. The run continues with its batch."""
     monkeypatch.setenv("WORLD_SIZE", "8")
-    config.parallel.cp, config.data.tokens_per_rank = 8, 256
-    assert "in this order try: data.tokens_per_rank=128, " in memory_advice(config)
-    config.mode = "verify"
-    assert memory_advice(config).endswith("data.tokens_per_rank=128 verify.seq_len=128")
-    config.data.tokens_per_rank = 32  # one sample
-    assert "tokens_per_rank" not in memory_advice(config)
+    config.parallel.cp, config.data.tokens_per_rank = 8, tokens
+    config.train.batch_tokens, config.train.gradient_accumulation_steps = batch_tokens, steps
+    hold_run(config)
+    found = memory_advice(config)
+    assert f"in this order try: data.tokens_per_rank={advice}" in found
+    fewer = followed(config, found.partition(", ")[0])
+    check(fewer, world=8)
+    assert fewer.batch_over(1) == config.batch_over(1)
+    assert fewer.samples_at_once() < config.samples_at_once()
+
+
+def test_with_one_sample_at_once_more_ranks_and_shorter_samples_free_memory(config, monkeypatch):
+    """Both need fewer tokens of a rank: ``data.tokens_per_rank`` is what a rank holds."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config.parallel.cp, config.data.tokens_per_rank = 8, 32
+    more = "parallel.cp=16 with more processes and data.tokens_per_rank=16"
+    shorter = "data.seq_len=128 and data.tokens_per_rank=16"
+    found = memory_advice(config)
+    assert found.endswith(f", {more}, {shorter}")
+    assert found.count("data.tokens_per_rank") == 2
+    check(followed(config, more), world=16)
+    check(followed(config, shorter), world=8)
+    config.data.seq_len, config.data.tokens_per_rank = 200, 25
+    assert "parallel.cp" not in memory_advice(config)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "verified", "tokens", "advice"),
+    [
+        (250, 100, None, "verify.seq_len=50"),
+        (256, None, 32, "verify.seq_len=128 and data.tokens_per_rank=16"),
+        (250, 100, 75, "verify.seq_len=48 and data.tokens_per_rank=36"),
+    ],
+)
+def test_a_verification_gets_shorter_samples_as_many_at_once(
+    config, monkeypatch, seq_len, verified, tokens, advice
+):
+    """75 tokens on each of 8 ranks are 6 samples of 100, and 36 are 6 of 48."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config.mode, config.parallel.cp = "verify", 8
+    config.data.seq_len, config.verify.seq_len = seq_len, verified
+    config.data.tokens_per_rank = tokens
+    assert memory_advice(config).endswith(f"shorten the samples: {advice}")
+    shorter = followed(config, advice)
+    check(shorter, world=8)
+    before, after = config.comparable(), shorter.comparable()
+    assert after.samples_at_once() == before.samples_at_once()
+    assert 2 * after.data.seq_len <= before.data.seq_len
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from train.data.shards import open_corpus
 from train.engine.ddp import DDPEngine
 from train.engine.parallel import ParallelLayout
 from train.model import window
-from train.tasks.verify import comparable, compare
+from train.tasks.verify import compare
 
 WINDOWS = [40, 90]
 
@@ -131,7 +131,7 @@ def _compare_all(
         target, replacement = BUGS[bug]
         printed = io.StringIO()
         with mock.patch(target, replacement):
-            config = comparable(config)
+            config = config.comparable()
             same, _ = compare(config, corpus, parallel, Console(file=printed, width=200))
         results[bug] = same, printed.getvalue()
     return results
@@ -203,6 +203,6 @@ def test_a_job_verifies_itself(pretrain, overrides, tmp_path):
 def test_a_group_has_one_sample_of_any_length(config):
     """The default batch of 125m would be 2,048 samples of 256 tokens."""
     config.train.batch_tokens, config.verify.seq_len = 2**19, 256
-    assert comparable(config).accumulation_over(1) == 1
+    assert config.comparable().accumulation_over(1) == 1
     config.train.gradient_accumulation_steps = 2
-    assert comparable(config).accumulation_over(1) == 2
+    assert config.comparable().accumulation_over(1) == 2
