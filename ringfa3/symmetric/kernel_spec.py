@@ -92,8 +92,9 @@ class KernelSpec:
         if not q.numel() or not k.numel():
             return
         scale = self.head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
-        lse = torch.empty((self.heads, plan.local_tokens), dtype=accum_dtype(q.dtype), device=META)
-        sink = torch.empty(self.heads, device=META) if self.sink else None
+        dtype = accum_dtype(q.dtype)
+        lse = torch.empty((self.heads, plan.local_tokens), dtype=dtype, device=META)
+        sink = torch.empty(self.heads, dtype=dtype, device=META) if self.sink else None
         dlse = torch.empty_like(lse) if self.lse_gradient else None
         mode = select_forward_mode(plan, q, k)
         forward = "gathered" if plan.world > 1 and mode == "gathered" else "forward"

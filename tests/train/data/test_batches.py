@@ -58,6 +58,7 @@ def test_ranks_share_the_samples_of_a_step(config, make_documents, cp, tokens_pe
             parallel=parallel,
             samples=samples,
             accumulation=config.accumulation_over(parallel.dp),
+            specs=(),
         )
         batches = Trainer._batches(of_rank, 8)
         if tokens_per_rank is not None:
