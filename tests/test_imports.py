@@ -19,6 +19,7 @@ ORDER = [
     "threads",
     "custom_op",
     "tensor_cache",
+    "agreement",
     "validation",
     "keywords",
     "masks",
@@ -112,7 +113,18 @@ def test_packages_have_at_most_14_modules() -> None:
 
 @pytest.mark.parametrize(
     "package",
-    ["masks", "planning", "quantisation", "build", "kernels", "symmetric", "ring", "hf", "bench"],
+    [
+        "agreement",
+        "masks",
+        "planning",
+        "quantisation",
+        "build",
+        "kernels",
+        "symmetric",
+        "ring",
+        "hf",
+        "bench",
+    ],
 )
 def test_a_package_says_what_it_is_for_what_it_takes_and_what_it_imports(package: str) -> None:
     """In a docstring of three parts, and nothing else but public names."""

@@ -1,8 +1,8 @@
 """Hugging Face models and trainers on RingFA3: `register()`, `context_parallel`, `verify`.
 
 In: masks, keywords and batches of transformers. Out: outputs, losses, or a ValueError.
-Imports `custom_op`, `tensor_cache`, `attention_op`, `functional`, `kernels`, `masks`, `planning`,
-`ring`, `validation`; transformers and accelerate, which `import ringfa3` does not import.
+Imports `agreement`, `custom_op`, `tensor_cache`, `attention_op`, `functional`, `kernels`, `masks`,
+`planning`, `ring`, `validation`; transformers and accelerate, which `import ringfa3` leaves out.
 """
 
 from ringfa3.hf.registration import lazy_names, register

@@ -19,7 +19,7 @@ from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
 from ringfa3.planning.handles import from_handle, new_handle
 from ringfa3.planning.kv_exchange import KVExchange, RowIndex, plan_ring
 from ringfa3.planning.mask_shards import check_mask_tokens, one_sequence, partition_mask
-from ringfa3.planning.process_groups import Group, GroupRef, resolve_group, warn_if_alone
+from ringfa3.planning.process_groups import Group, GroupRef, new_plan, resolve_group, warn_if_alone
 from ringfa3.planning.refinement import plan_mask
 from ringfa3.planning.sharding import Ints, Segments, pairs_before, partition
 from ringfa3.planning.tile_schedule import MAX_ROWS
@@ -133,7 +133,8 @@ class ContextPlan(TokenShards):
         if key not in self._bound:
             bound = copy.copy(self)  # the tables are shared, what `_register` makes is not
             bound._group = key
-            self._bound = {g: p for g, p in self._bound.items() if g() is not None} | {key: bound}
+            self._bound = {g: p for g, p in self._bound.items() if g() is not None}
+            self._bound[key] = new_plan(bound)
         return self._bound[key]
 
     @untraced
@@ -194,12 +195,11 @@ class ContextPlan(TokenShards):
         if key == (origin.window_size if origin.mask is None else origin.mask):
             return origin
         if key not in origin._variants:
-            made = make(origin)
+            made = new_plan(make(origin))
             made._origin = origin
             while len(origin._variants) >= PLANS_KEPT:  # each batch may bring a mask of its own
                 del origin._variants[next(iter(origin._variants))]
             origin._variants[key] = made
-            return made
         return origin._variants[key]
 
     def aligned(self, keys: int) -> ContextPlan:
@@ -386,7 +386,8 @@ def _cached_plan(
         shards = [s.repeated(len(lengths)) for s in partition(lengths[:1], world, layout, *window)]
     else:
         shards = partition(lengths, world, layout, *window)
-    return ContextPlan(lengths, shards, rank, group, layout, causal, window_size, implicit)
+    plan = ContextPlan(lengths, shards, rank, group, layout, causal, window_size, implicit)
+    return new_plan(plan)
 
 
 @lru_cache(PLANS_KEPT)
@@ -396,4 +397,4 @@ def _cached_mask_plan(
     queries, keys = partition_mask(mask, world, layout)
     lengths = np.array([mask.q_tokens], np.int64)
     given = lengths, queries, rank, group, layout, False, (-1, -1), implicit
-    return ContextPlan(*given, mask=mask, key_shards=None if keys is queries else keys)
+    return new_plan(ContextPlan(*given, mask=mask, key_shards=None if keys is queries else keys))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -20,6 +21,23 @@ Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | tuple[int, int] | None"
 DESTROYED = (
     "group: this process group has been destroyed: make a new one, and with it new plans and layers"
 )
+
+T = TypeVar("T")
+_on_new_plan: Callable[[Any], None] | None = None
+
+
+def set_on_new_plan(on_new_plan: Callable[[Any], None]) -> None:
+    """on_new_plan(plan) runs when a plan with a process group is made, on any thread, so that ranks
+    agree on it before its first call. `ringfa3.ring` gives it: planning knows no calls."""
+    global _on_new_plan
+    _on_new_plan = on_new_plan
+
+
+def new_plan(plan: T) -> T:
+    """The plan, which was made just now."""
+    if _on_new_plan is not None:
+        _on_new_plan(plan)
+    return plan
 
 
 def resolve_group(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:

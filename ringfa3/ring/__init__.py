@@ -1,7 +1,7 @@
-"""One attention call over a CP group: checks, agreement, transports, hops.
+"""One attention call over a CP group: checks, transports, hops.
 
 In: local q, k, v and a context plan. Out: (out, LSE), or gradients, of the local tokens.
-Imports `masks`, `planning`, `quantisation`, `kernels`, `host`, `symmetric`, `pass_interface`,
-`validation`, `keywords`, `custom_op`, `attention_op`, `straight_through`, `tensor_cache`, `numa`,
-`threads`, `errors`.
+Imports `agreement`, `masks`, `planning`, `quantisation`, `kernels`, `host`, `symmetric`,
+`pass_interface`, `validation`, `keywords`, `custom_op`, `attention_op`, `straight_through`,
+`numa`, `threads`, `errors`.
 """

@@ -5,6 +5,7 @@ Tensors use a process group of our own, apart from the user's collectives.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -18,6 +19,8 @@ from ringfa3.ring.process_group import new_group, on_one_host
 from ringfa3.symmetric.backend import Group, SymmetricBackend
 from ringfa3.symmetric.ipc_memory import IpcMemory
 from ringfa3.symmetric.self_test import open_backend
+
+POLL_S = 0.005  # between two looks at whether earlier calls have ended
 
 
 class Owner(Peers, Group, Protocol):
@@ -95,6 +98,12 @@ class Connections:
         return (backend is None or backend.completed_before(call)) and all(
             transport.completed_before(call) for transport in self._transports.values()
         )
+
+    def complete_before(self, call: int, seconds: float, lost: Callable[[], str | None]) -> None:
+        """Waits until this rank has all messages of calls before `call`, or a rank has given up."""
+        deadline = time.monotonic() + seconds
+        while not self.completed_before(call) and time.monotonic() < deadline and not lost():
+            time.sleep(POLL_S)
 
     def release(self) -> None:
         """Releases streams that wait for peers: the group is lost."""

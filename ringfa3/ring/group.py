@@ -13,29 +13,27 @@ import atexit
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
+from ringfa3.agreement.agreements import BEFORE, Agreements, NoAgreementError
+from ringfa3.agreement.call_history import CallHistory, LatestCall
+from ringfa3.agreement.entries import AgreementSnapshot, Settings, check_entries, described
+from ringfa3.agreement.store_monitor import FAILURE_KEY, PERIOD_S, StoreMonitor
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
 from ringfa3.planning.process_groups import GroupRef, is_alive, require_alive
-from ringfa3.ring.agreement import BEFORE, Agreements, NoAgreementError
 from ringfa3.ring.connections import Connections
-from ringfa3.ring.entries import AgreementSnapshot, Settings, check_entries, described
 from ringfa3.ring.process_group import timeout_of
-from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, LatestCall, StoreMonitor
-from ringfa3.tensor_cache import MemoryCache
 from ringfa3.threads import JOIN_S, Interruption
 
-RECENT_CALLS = 4096  # that ranks compare, more than a host makes between two looks
 ABORT_S = 0.05  # all abort at once: NCCL's watchdog ends a process whose peer aborted earlier
-POLL_S = 0.005  # between two looks at whether earlier calls have ended
 EXIT_S = 10.0  # for a group to close when the process ends
 
 
@@ -49,9 +47,7 @@ class RingGroup:
         self.ranks = dist.get_process_group_ranks(group)  # global ranks, for messages
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.failure: str | None = None
-        self.latest = LatestCall(0, Settings())  # one object: the monitor's thread reads it
-        self.recent: deque[LatestCall] = deque(maxlen=RECENT_CALLS)
-        self._forward_calls: MemoryCache[int] = MemoryCache()  # numbers by LSE
+        self.calls = CallHistory()
         self._refused = False  # the latest call was refused on all ranks
         self._anew = False  # ranks begin a new history of calls at their next agreement
         self._entering = threading.RLock()  # held by the thread that is in an agreement
@@ -62,7 +58,8 @@ class RingGroup:
         self._joining: threading.Thread | None = None
         store = group.get_group_store()
         self.agreements = Agreements(
-            self.ranks, self.rank, store, lambda: self.timeout_s, self._known_failure
+            *(self.ranks, self.rank, store, lambda: self.timeout_s, self._known_failure),
+            lambda: None if self._monitor is None else self._monitor.ended_rank,
         )
         self.connections = Connections(self, group.group_name, self._start_monitor)
 
@@ -77,14 +74,18 @@ class RingGroup:
         return cls._known[ref]
 
     @classmethod
+    def known(cls, group: dist.ProcessGroup) -> RingGroup | None:
+        """That of a group whose ranks have called something before."""
+        return cls._known.get(weakref.ref(group))
+
+    @classmethod
     def close_ended(cls) -> None:
         """Closes the views of destroyed process groups, maybe before their monitors do."""
         for old in [g for g in list(cls._known.values()) if not g.alive]:
             old.close()
 
     @classmethod
-    def close_all(cls) -> None:
-        """At the end of the process."""
+    def close_all(cls) -> None:  # at the end of the process
         for group in list(cls._known.values()):
             group.close(EXIT_S)
 
@@ -106,18 +107,12 @@ class RingGroup:
         self.agreements.end()
         together = not self.alive and self._known_failure() is None
         try:
-            self.connections.close(self._meet if together else None)
+            meet = partial(self.agreements.meet, "closed")
+            self.connections.close(meet if together else None)
         finally:
             # this object and its parts refer to each other, which would keep the store's socket
             self.agreements.store = HashStore()
             self._known.pop(self._ref, None)
-
-    def _meet(self) -> bool:
-        """Whether all ranks have got here, before the timeout."""
-        try:
-            return self.agreements.meet("closed")
-        except RuntimeError:  # the store's host has gone
-            return False
 
     @property
     def store(self) -> Store:
@@ -158,6 +153,11 @@ class RingGroup:
         return [str(e["line"]) for e in self._enter({**entry, "line": line})]
 
     @property
+    def latest(self) -> LatestCall:
+        """The call under way, or the last one."""
+        return self.calls.latest
+
+    @property
     def call_id(self) -> int:
         """28 bits that identify the call under way, the same on all ranks in it."""
         return self.latest.id
@@ -176,8 +176,7 @@ class RingGroup:
 
     def _count(self, settings: Settings, forward: int) -> None:
         self.interruption.called()
-        self.latest = self.latest.next(settings, forward)
-        self.recent.append(self.latest)
+        self.calls.begin(settings, forward)
         self._refused = False
 
     @property
@@ -191,11 +190,7 @@ class RingGroup:
 
     def returned(self, lse: torch.Tensor) -> None:
         """The forward call under way returns this LSE."""
-        self._forward_calls.set(lse, self.latest.number)
-
-    def forward_of(self, lse: torch.Tensor | None) -> int:
-        """Number of the forward call that returned the LSE of a backward; 0: unknown, or none."""
-        return 0 if lse is None else self._forward_calls.get(lse) or 0
+        self.calls.returned(lse)
 
     def agreement_snapshot(self) -> AgreementSnapshot:
         """For later calls like the one under way."""
@@ -203,13 +198,13 @@ class RingGroup:
 
     def begin_again(self, agreed: AgreementSnapshot, lse: torch.Tensor | None = None) -> bool:
         """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
-        if ranks have to agree first, or this one or another is in trouble. lse: as `forward_of`."""
+        if ranks have to agree first, or this one or another is in trouble. lse: of a backward."""
         asked = self._monitor is not None and self._monitor.must_join(self.agreement_id + 1)
         moved = self.agreements.cache_version != agreed.cache_version or not self.alive
         lost = self.failure is not None or self.interruption.error is not None
         if asked or moved or lost:
             return False
-        self._count(agreed.settings, self.forward_of(lse))
+        self._count(agreed.settings, self.calls.forward_of(lse))
         self.connections.last_transport = "symmetric"
         return True
 
@@ -281,16 +276,19 @@ class RingGroup:
         """
         if error is None and not anew and settings in self.agreements:
             return
+        entry = {"settings": settings, "error": described(error), "mid_call": False}
         try:
             self._require_peers()
-            self._enter({"settings": settings, "error": described(error), "mid_call": False})
+            with self._entering, self._or_fail():
+                self.interruption.check()  # another thread has entered meanwhile
+                by_entries = error is not None or self._anew
+                self.agreements.agree(settings, anew, by_entries, lambda: self._enter(entry))
         except RingError as lost:
             if error is not None:
                 raise error from lost
             raise
         except (TypeError, ValueError) as refused:
             raise refused from error
-        self.agreements.add(settings)
 
     def _enter(self, entry: Mapping[str, object], for_caller: bool = False) -> list[dict[str, Any]]:
         """The entries of all ranks; raises on all of them if one has an error or they differ."""
@@ -302,8 +300,8 @@ class RingGroup:
                 check_entries(self.ranks, entries)
             except (TypeError, ValueError) as refused:
                 self._refused = self._anew = True
-                self.latest = self.latest.refused(max(e["call"] for e in entries))
-                self.recent.clear()
+                self.calls.refuse(max(e["call"] for e in entries))
+                self.agreements.restart_barriers()
                 void = any(e["mid_call"] for e in entries)  # messages will never be answered
                 if void:  # before the caller goes on: its next call waits for this thread
                     self.agreements.clear()
@@ -313,13 +311,19 @@ class RingGroup:
                     self._abandon(min(e["void"] for e in entries), for_caller)
                 raise
             if self._anew:  # an interrupted caller may have begun another call
-                self.latest = self.latest.refused(max(e["call"] for e in entries))
+                self.calls.refuse(max(e["call"] for e in entries))
                 self._anew = False
         return entries
 
     def _exchange(self, entry: Mapping[str, object], for_caller: bool) -> list[dict[str, Any]]:
-        try:
+        with self._or_fail(for_caller):
             return self.agreements.exchange({**entry, "call": self.latest.number})
+
+    @contextmanager
+    def _or_fail(self, for_caller: bool = False) -> Iterator[None]:
+        """Around an agreement, without which the group is lost."""
+        try:
+            yield
         except NoAgreementError as problem:
             raise self.fail(str(problem), for_caller) from None
 
@@ -328,11 +332,7 @@ class RingGroup:
 
         Results of earlier calls are valid, so all ranks wait until these have all their messages.
         """
-        deadline = time.monotonic() + self.timeout_s
-        while not self.connections.completed_before(void) and time.monotonic() < deadline:
-            if self._known_failure() is not None:
-                break
-            time.sleep(POLL_S)
+        self.connections.complete_before(void, self.timeout_s, self._known_failure)
         ready = {"error": None, "mid_call": False, "at": time.time() + ABORT_S}
         left = max(e["at"] for e in self._exchange(ready, for_caller)) - time.time()
         time.sleep(min(max(left, 0), 2 * ABORT_S))  # no longer, if clocks of hosts differ

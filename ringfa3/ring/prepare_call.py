@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, NoReturn, TypeAlias
 
@@ -17,15 +19,16 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import host
+from ringfa3.agreement.entries import Settings
 from ringfa3.errors import RingError
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.pass_interface import LocalPass, RingPass
 from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.process_groups import set_on_new_plan
 from ringfa3.planning.tiling import Plan
 from ringfa3.planning.unshard import set_agreement
 from ringfa3.quantisation.dequantised import backward_keys
 from ringfa3.ring.connect import connection
-from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import FakeTransport, Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
@@ -70,6 +73,47 @@ def _agree_anew(
 
 
 set_agreement(_agree_anew)
+
+
+class _RecentCall(NamedTuple):
+    """settings: those that are not its plan's; q, k: (0, h, d), (0, h_kv, d), without memory."""
+
+    settings: Settings
+    q: torch.Tensor
+    k: torch.Tensor
+
+
+_recent: weakref.WeakKeyDictionary[RingGroup, deque[tuple[Settings, list[_RecentCall]]]]
+_recent = weakref.WeakKeyDictionary()  # the latest two plans, and their calls
+
+
+def _remember_call(
+    group: RingGroup, plan: ContextPlan, settings: Settings, q: torch.Tensor, k: torch.Tensor
+) -> None:
+    """After the first call of a signature."""
+    of_plan = _plan_settings(plan)
+    call = Settings({name: text for name, text in settings.items() if name not in of_plan})
+    plans = _recent.setdefault(group, deque(maxlen=2))
+    if not plans or plans[-1][0] != of_plan:
+        plans.append((of_plan, []))
+    q, k = (x.new_empty((0, *x.shape[1:]), device="meta") for x in (q, k))
+    plans[-1][1].append(_RecentCall(call, q, k))
+
+
+def _expect_calls(plan: ContextPlan) -> None:
+    """A new plan: ranks agree in the background that its calls are like those of plans before. Its
+    first call waits only for what is missing."""
+    with suppress(ValueError):  # the group has been destroyed, ...: the first call raises it
+        if plan.group is None or (ring := RingGroup.known(plan.group)) is None:
+            return
+        of_plan = _plan_settings(plan)
+        recent = [call for _, calls in list(_recent.get(ring, ())) for call in list(calls)]
+        for call in {call.settings.key: call for call in recent}.values():
+            mode = select_forward_mode(plan, call.q, call.k)
+            ring.agreements.expect(Settings({**of_plan, **call.settings, "forward": mode}))
+
+
+set_on_new_plan(_expect_calls)
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -235,7 +279,9 @@ def prepare_call(
         if first:
             known.pop(key, None)  # it has not run
         raise
-    group.begin(call_settings, group.forward_of(lse))
+    if first:
+        _remember_call(group, plan, validated.settings, q, k)
+    group.begin(call_settings, group.calls.forward_of(lse))
     make_pass, messages = connection(group, q.device, transport, by_messages)
     pass_type = direction if messages else pass_type
     if messages is None and precision != "native":  # statistics go by messages
@@ -282,6 +328,19 @@ def _build_kernels(q: torch.Tensor, plan: ContextPlan, direction: str, precision
         select_backward(q, precision)
 
 
+def _plan_settings(plan: ContextPlan) -> Settings:
+    return Settings(
+        {
+            "plan.layout": plan.layout,
+            "plan.window": f"(left, right) = {plan.effective_window}"
+            if plan.mask is None
+            else repr(plan.mask),
+            "plan.cu_seqlens": f"{len(plan.lengths)} documents, {plan.total_tokens} tokens, "
+            f"digest {plan.digest}",
+        }
+    )
+
+
 def _settings(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -296,12 +355,7 @@ def _settings(
     """What must be equal on all ranks of a call."""
     return Settings(
         {
-            "plan.layout": plan.layout,
-            "plan.window": f"(left, right) = {plan.effective_window}"
-            if plan.mask is None
-            else repr(plan.mask),
-            "plan.cu_seqlens": f"{len(plan.lengths)} documents, {plan.total_tokens} tokens, "
-            f"digest {plan.digest}",
+            **_plan_settings(plan),
             "q": f"{q.shape[1]} heads, head_dim {q.shape[2]}, {q.dtype} on {q.device.type}",
             "k": f"{k.shape[1]} heads",
             "v": f"head_dim {v.shape[2]}",

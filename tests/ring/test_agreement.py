@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringfa3.ring.agreement import Agreements
+from ringfa3.agreement.agreements import Agreements
 
 ENTRY = {"settings": {}, "error": None, "mid_call": False}
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringfa3.ring import agreement
-from ringfa3.ring.entries import Settings
+from ringfa3.agreement import agreements
+from ringfa3.agreement.entries import Settings
+from ringfa3.agreement.store_monitor import StoreMonitor
 from ringfa3.ring.group import RingGroup
-from ringfa3.ring.store_monitor import StoreMonitor
 from ringfa3.symmetric.ring_program import ReplayableCall
 from tests.support.ranks import Ranks, group_of
 
@@ -53,7 +53,7 @@ def _refused(_: dist.ProcessGroup, trouble: str) -> tuple[bool, bool]:
     agreed = ring.agreement_snapshot()
     before = ring.begin_again(agreed)
     if trouble == "agreements cleared":
-        with mock.patch.object(agreement, "MAX_AGREEMENTS", 1):
+        with mock.patch.object(agreements, "MAX_AGREEMENTS", 1):
             ring.agree(Settings({"call": "second"}))
     elif trouble == "this rank's failure":
         ring.failure = "a failure"

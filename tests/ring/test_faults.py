@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import RingError, plan_context, ring_attn_func
+from ringfa3.agreement.entries import Settings
 from ringfa3.kernels import reference
-from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from tests.support.ranks import sacrifice
 
@@ -196,7 +196,9 @@ def _fail_in_the_store(group: Group, victim: int) -> tuple[str, float]:
     dist.barrier(group)
     if dist.get_rank() == victim:
         problem = dist.DistNetworkError("broken pipe")
-        ring.agreements.store = mock.Mock(wraps=ring.store, set=mock.Mock(side_effect=problem))
+        ring.agreements.store = mock.Mock(
+            wraps=ring.store, set=mock.Mock(side_effect=problem), add=mock.Mock(side_effect=problem)
+        )
     start = time.monotonic()
     with pytest.raises(RingError) as raised:
         ring.agree(Settings({"call": "2"}))
@@ -209,3 +211,30 @@ def test_an_error_of_the_store_ends_an_agreement_at_once() -> None:
     message, seconds = results[1]  # type: ignore[misc]
     assert "broken pipe" in message
     assert seconds < 2 * SLACK_S
+
+
+def _die_before_agreement(group: Group, victim: int) -> tuple[str, str, float]:
+    """The victim's process ends between two calls, of which the second needs an agreement."""
+    x = torch.randn(240 // dist.get_world_size(), 2, 8)
+    ring_attn_func(x, x, x, plan_context(240, group))
+    time.sleep(1.0)  # ranks watch each other
+    dist.barrier(group)
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        ring_attn_func(x, x, x, plan_context(240, group, "contiguous"))
+    except RingError as error:
+        return "RingError", str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+def test_a_rank_that_dies_before_an_agreement_is_named_soon() -> None:
+    """Within 2 s, not after the timeout. One that is stopped is waited for, above."""
+    results = sacrifice(4, 30.0, _die_before_agreement, 2, lost=2, limit=25.0)
+    for rank in {0, 1, 3}:
+        assert results[rank] is not None, f"rank {rank} gave no answer"
+        kind, message, seconds = results[rank]
+        assert kind == "RingError"
+        assert "rank 2 did not reach it: its process has ended" in message
+        assert seconds < 2.0

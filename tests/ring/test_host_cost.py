@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringfa3 import plan_context, ring_attn_func
+from ringfa3.agreement.agreements import Agreements
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring import prepare_call
-from ringfa3.ring.agreement import Agreements
 from ringfa3.ring.group import RingGroup
 from ringfa3.symmetric import schedule, self_test
 from ringfa3.symmetric.backend import SymmetricBackend

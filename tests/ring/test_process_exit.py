@@ -18,10 +18,10 @@ import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-import ringfa3.ring.store_monitor
+import ringfa3.agreement.store_monitor
 from ringfa3 import plan_context, ring_attn_func
 
-ringfa3.ring.store_monitor.PERIOD_S = 0
+ringfa3.agreement.store_monitor.PERIOD_S = 0
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 plan = plan_context(96)
 x = torch.ones(plan.local_tokens, 2, 8, requires_grad=True)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import plan_context, ring_attn_func
+from ringfa3.agreement.rendezvous import AbsentError, rendezvous
 from ringfa3.ring import process_group
 from ringfa3.ring.group import RingGroup
-from ringfa3.ring.process_group import AbsentError, rendezvous
 from tests.support.dense import cumulative
 from tests.support.ranks import Ranks, group_of, sacrifice
 

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringfa3.agreement.entries import Settings
 from ringfa3.errors import timed_out
 from ringfa3.kernels import reference
 from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring import op
-from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.op import ring_attention
 from ringfa3.ring.prepare_call import PreparedCall, pass_type_of

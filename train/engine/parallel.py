@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringfa3.agreement.rendezvous import rendezvous
 from ringfa3.numa import host_name
-from ringfa3.ring.process_group import rendezvous
 from ringfa3.validation import TRANSPORTS_OF
 from train.config import Config, ConfigError, ParallelConfig
 from train.model.precision import compute_dtype

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
-import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 
-from ringfa3.ring.entries import Settings
+from ringfa3.agreement.call_history import CallHistory, LatestCall
+from ringfa3.agreement.entries import Settings
+from ringfa3.agreement.peer_watch import PeerWatch
 from ringfa3.threads import JOIN_S
 
 PERIOD_S = 0.25  # between two polls
 FAILURE_KEY = "ringfa3/failure"  # message of a rank that has given up
+ENDED_KEY = "ringfa3/ended"  # a rank whose process has ended
 
 
 def entry_key(agreement_id: int, rank: int) -> str:
@@ -34,58 +35,18 @@ def _latest_key(rank: int) -> str:
     return f"ringfa3/latest/{rank}"
 
 
-class LatestCall(NamedTuple):
-    """The latest ring call of a rank.
-
-    forward   number of the forward call of which it is the backward; 0 for a forward call
-    history   digest of this call and those before it, the same on all ranks
-    refusals  how many calls were refused before: then ranks begin a new history
-    """
-
-    number: int
-    settings: Settings
-    forward: int = 0
-    history: int = 0
-    refusals: int = 0
-
-    def next(self, settings: Settings, forward: int) -> LatestCall:
-        """The call that follows."""
-        history = hash((self.history, forward, settings.digest))  # of whole numbers: no seed
-        return LatestCall(self.number + 1, settings, forward, history, self.refusals)
-
-    def refused(self, number: int) -> LatestCall:
-        """After the refusal of call `number`, or of one before it."""
-        return LatestCall(number, self.settings, 0, 0, self.refusals + 1)
-
-    @property
-    def id(self) -> int:
-        """28 bits that identify the call, the same on all ranks in it."""
-        return zlib.crc32(f"{self.number} {self.forward} {self.settings.key}".encode()) >> 4
-
-    def at(self, point: str) -> Settings:
-        """Its settings, with what ranks compare that have come so far."""
-        of = {"forward of this backward": f"call {self.forward}"} if self.forward else {}
-        return Settings({**self.settings, **of, "progress": f"call {self.number}, {point}"})
-
-    @property
-    def what(self) -> str:
-        """For messages."""
-        return f"backward of call {self.forward}" if self.forward else "forward"
-
-
 class GroupView(Protocol):
     """What the monitor reads of one rank's `RingGroup`, while that changes it.
 
     ranks         global ranks, for messages
     agreement_id  number of the latest agreement that the rank has entered
-    recent        its latest calls
+    calls         its ring calls
     """
 
     ranks: list[int]
     rank: int
     world: int
-    latest: LatestCall
-    recent: deque[LatestCall]
+    calls: CallHistory
 
     @property
     def agreement_id(self) -> int: ...
@@ -108,6 +69,7 @@ class StoreMonitor(threading.Thread):
     """Ends with the group. As a context manager it also compares the calls that ranks wait in.
 
     peer_failure  message of a rank that has given up, else None
+    ended_rank    a rank, as numbered in the group, whose process has ended, else None
     join_request  number of an agreement that this rank must join, because a rank in it refuses
                   this rank's call, has not begun it, or waits in another call; 0 for none
     """
@@ -120,6 +82,8 @@ class StoreMonitor(threading.Thread):
         self._waiting = False
         self._published: LatestCall | None = None
         self.peer_failure: str | None = None
+        self.ended_rank: int | None = None
+        self._watch: PeerWatch | None = None
         self.join_request = 0
         self.start()
 
@@ -141,21 +105,25 @@ class StoreMonitor(threading.Thread):
 
     def run(self) -> None:
         with suppress(RuntimeError):  # the store's host is gone: waits end at their deadline
+            self._watch = self._new_watch()
             while self._alive() and not self._ended.is_set():
                 self._poll()
                 self._ended.wait(PERIOD_S)
         while self._alive() and not self._ended.wait(PERIOD_S):
             pass
         self._group.disconnect()
+        if self._watch is not None:  # last: it shows the next rank that this one has ended
+            self._watch.close()
         self.peer_failure = self.peer_failure or "the process group has been destroyed"
-        del self._store, self._group  # a socket, and a cycle of references
+        del self._store, self._group, self._watch  # a socket, and a cycle of references
 
     def _poll(self) -> None:
         group = self._group
-        agreement_id, latest = group.agreement_id + 1, group.latest
+        agreement_id, latest = group.agreement_id + 1, group.calls.latest
         call = latest.number
         if self._store.check([FAILURE_KEY]):
             self.peer_failure = self._store.get(FAILURE_KEY).decode()
+        self._look_for_ended()
         if self._store.check([join_request_key(agreement_id)]):
             entries = [
                 e for _, e in self._peers(lambda r: entry_key(agreement_id, r), range(group.world))
@@ -175,6 +143,24 @@ class StoreMonitor(threading.Thread):
             self._publish(latest)
             self._compare()
 
+    def _new_watch(self) -> PeerWatch | None:
+        try:
+            return PeerWatch(self._store, self._group.rank, self._group.world)
+        except OSError:  # no sockets: ranks wait for a process that has ended until their timeout
+            return None
+
+    def _look_for_ended(self) -> None:
+        """One rank sees a process end, all learn it."""
+        try:
+            if self._watch is not None and self._watch.ended():
+                self._store.set(ENDED_KEY, str(self._watch.peer))
+                self._watch.close()
+                self._watch = None
+        except OSError:  # the ranks' hosts do not reach each other this way
+            self._watch = None
+        if self.ended_rank is None and self._store.check([ENDED_KEY]):
+            self.ended_rank = int(self._store.get(ENDED_KEY))
+
     def _publish(self, latest: LatestCall) -> None:
         if latest is not self._published:
             self._store.set(_latest_key(self._group.rank), json.dumps(latest))
@@ -186,7 +172,7 @@ class StoreMonitor(threading.Thread):
         Hosts wait for no message here, and no message of equal size shows that its call differs.
         """
         group = self._group
-        recent = {call.number: call for call in list(group.recent)}
+        recent = {call.number: call for call in list(group.calls.recent)}
         for rank, peer in self._read_peers_latest_calls([(group.rank - 1) % group.world]):
             own = recent.get(peer.number)
             if own is None or own.refusals != peer.refusals or own.history == peer.history:
