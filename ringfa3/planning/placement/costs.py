@@ -32,8 +32,8 @@ def block_cost(lengths: Ints, left: Ints, right: Ints) -> Cost:
         total, before, after = lengths[document], left[document], right[document]
         full, rest = length // TILE, length % TILE
         # The first so many tiles see the first key; and of the first so many the end hides a key.
-        early = np.clip((before - position) // TILE + 1, 0, full)
-        inner = np.clip((total - position - after) // TILE, 0, full)
+        early = np.minimum(np.maximum((before - position) // TILE + 1, 0), full)
+        inner = np.minimum(np.maximum((total - position - after) // TILE, 0), full)
         both = np.minimum(early, inner)
         blocks = both * -(-(position + after) // TILE) + both * (both + 1) // 2
         blocks += (inner - both) * -(-(TILE + before + after) // TILE)
