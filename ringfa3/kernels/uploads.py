@@ -239,7 +239,6 @@ class Packed:
     def upload(self, device: torch.device) -> torch.Tensor:
         """A copy in device memory, uint8. It reads pinned memory, so it does not block the host."""
         source = torch.from_numpy(self.data)
-        if device.type != "cuda":
-            return source.clone()
-        # PyTorch reuses pinned memory only after the copy that reads it
-        return source.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda" and len(source):
+            source = source.pin_memory()  # PyTorch reuses it only after the copy that reads it
+        return source.to(device, non_blocking=True, copy=True)

@@ -62,10 +62,8 @@ class RowIndex(NamedTuple):
         found = [cls.of_run(rows) for rows in lists]
         given = [rows for rows, index in zip(lists, found, strict=True) if index is None]
         source = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *given]))
-        if device.type == "cuda" and len(
-            source
-        ):  # PyTorch reuses pinned memory only after the copy that reads it
-            source = source.pin_memory()
+        if device.type == "cuda" and len(source):
+            source = source.pin_memory()  # PyTorch reuses it only after the copy that reads it
         uploaded = source.to(device, non_blocking=True)
         parts = iter(torch.split(uploaded, [len(rows) for rows in given]))
         return [cls(next(parts)) if index is None else index for index in found]
