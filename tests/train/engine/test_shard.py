@@ -43,7 +43,7 @@ def test_the_boxes_of_a_run_are_views():
 
 def _written(group: dist.ProcessGroup) -> list:
     """What a rank writes of DTensors with 5 and 1 rows, sharded along their first dimension."""
-    mesh = DeviceMesh("cpu", torch.arange(group.size()))
+    mesh = DeviceMesh.from_group(group, "cpu")
     rows = {f"w{n}": torch.arange(2.0 * n).view(n, 2) for n in (5, 1)}
     shards = {
         name: shard_of(distribute_tensor(t, mesh, [Shard(0)]), group.rank(), group.size())
