@@ -13,7 +13,13 @@ import torch
 from ringfa3.build.units import Unit
 from ringfa3.kernels.local_kv import LocalKVKernels, LocalKVReference, Returns, Run
 from ringfa3.planning.context_plan import ContextPlan, plan_context
+from tests.support.placements import by_hand
 
+CHUNKS = [  # rank, document, position, length
+    *((0, 1, 10, 10), (0, 2, 0, 6), (0, 3, 0, 17), (0, 3, 86, 17)),
+    *((1, 0, 2, 5), (1, 1, 0, 5), (1, 1, 25, 6), (1, 3, 17, 17), (1, 3, 69, 17)),
+    *((2, 0, 0, 2), (2, 0, 7, 3), (2, 1, 5, 5), (2, 1, 20, 5), (2, 3, 34, 35)),
+]
 GUARD = 3  # rows behind those of a buffer
 NAN, INF = torch.nan, torch.inf
 
@@ -22,7 +28,7 @@ def plans() -> Iterator[ContextPlan]:
     """Published rows that follow each other, all or some; in another order, with gaps; none."""
     yield plan_context(96, (1, 2), causal=False)
     yield plan_context(96, (0, 2), "contiguous", window_size=(9, 0))
-    documents = plan_context([0, 10, 41, 47, 150], (1, 3))
+    documents = by_hand([10, 31, 6, 103], 3, CHUNKS).plans[1]
     assert (documents.kv_exchange.published[1:] < documents.kv_exchange.published[:-1]).any()
     yield documents
     yield plan_context([0, 48, 96], (0, 2), "contiguous")

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.sharding import Segments, partition
+from ringfa3.planning.sharding import Segments, by_rank, partition
 from ringfa3.planning.tile_schedule import Tiling
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.stream_ops import Operation
@@ -52,6 +52,14 @@ class Placement:
             self.plans[rank].kv_exchange, rank, parity
         )
         return made
+
+
+def by_hand(
+    lengths: Sequence[int], world: int, chunks: Sequence[tuple[int, int, int, int]]
+) -> Placement:
+    """Causal documents; chunks: (rank, document, position, length) of each."""
+    shards = by_rank(world, *np.array(chunks, np.int64).T)
+    return Placement(tuple(lengths), shards, (-1, 0))
 
 
 def laid_out(lengths: Sequence[int], world: int, layout: str = "zigzag",

@@ -28,11 +28,16 @@ from ringfa3.quantisation.tile_records import TileRecords
 from ringfa3.ring import quantised_forward
 from ringfa3.ring.p2p import Message
 from tests.support.dense import cumulative
+from tests.support.placements import by_hand
 from tests.support.quantise_checks import in_rows
 from tests.support.quantised_checks import hold, tolerance
 
+CHUNKS = [  # rank, document, position, length
+    *((0, 0, 0, 50), (0, 0, 149, 51), (0, 2, 0, 37), (0, 2, 112, 38)),
+    *((1, 0, 50, 99), (1, 1, 0, 1), (1, 2, 37, 75)),
+]
 CASES = [  # lengths, layout, causal, window, ranks
-    ([200, 1, 150], "zigzag", True, (-1, -1), 2),
+    ([200, 1, 150], "by hand", True, (-1, -1), 2),
     ([130, 160, 61], "contiguous", False, (-1, -1), 3),
     ([300], "zigzag", True, (90, -1), 3),
 ]
@@ -143,7 +148,11 @@ def ring_is_that_of_the_reference(unit: Unit, device: str) -> None:
         k[: lengths[0]] += 2
         v += 3
         qkv = [x.to(dtype).to(device) for x in (q, k, v)]
-        plans = [plan_context(cu, (r, ranks), layout, causal, window) for r in range(ranks)]
+        plans = (
+            by_hand(lengths, ranks, CHUNKS).plans
+            if layout == "by hand"
+            else [plan_context(cu, (r, ranks), layout, causal, window) for r in range(ranks)]
+        )
         kernel = select_quantised(qkv[0], precision)
         assert not isinstance(kernel, QuantisedReference), f"no kernel runs on {device}"
         got = run_ring(kernel, plans, qkv, precision)
