@@ -130,7 +130,7 @@ def _attend_tile(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O (hk, g * rows, d), normalised, and LSE (hk, g * rows) of one tile, q (rows, h, d)."""
     rows, hk = q.shape[0], k.shape[1]
-    q_tile = by_kv_head(q, hk) * scale  # (hk, g * rows, d)
+    q_tile = by_kv_head(q, hk)  # (hk, g * rows, d)
     high = q_tile.new_full(q_tile.shape[:2], -torch.inf)  # running maximum
     total = torch.zeros_like(high)  # running sum of exp(S - high)
     o = q_tile.new_zeros(*q_tile.shape[:2], v.shape[-1])
@@ -138,7 +138,7 @@ def _attend_tile(
         i = row0 - q0
         for j, end in _blocks(max(0, i + lo), min(k1 - k0, i + rows + hi)):
             keys = slice(k0 + j, k0 + end)
-            s = q_tile @ by_kv_head(k[keys], hk).mT  # (hk, g * rows, end - j)
+            s = (q_tile @ by_kv_head(k[keys], hk).mT).mul_(scale)  # (hk, g * rows, end - j)
             apply_mask(s, rows, i, j, end, lo, hi)
             new_high = torch.maximum(high, s.amax(-1))
             shift = new_high.masked_fill(new_high == -torch.inf, 0)
@@ -265,7 +265,7 @@ def attend_backward(
                 at = slice(q0 + i, q0 + end)
                 q_block = by_kv_head(q[at], hk)  # (hk, g * m, d)
                 do_block = by_kv_head(dout[at], hk)
-                s = (q_block * scale) @ k_tile.mT  # (hk, g * m, rows)
+                s = (q_block @ k_tile.mT).mul_(scale)  # (hk, g * m, rows)
                 apply_mask(s, m, i, j, j + rows, lo, hi)
                 p = s.sub_(lse[:, at].reshape(hk, g * m, 1)).exp_()
                 if dequantised:
