@@ -38,7 +38,7 @@ def sent(spec: KernelSpec, rank: int, world: int) -> ContextPlan:
 
 
 def plain(rank: int, world: int) -> ContextPlan:
-    """A plan of its own that nobody has prepared."""
+    """A further plan, which no loader has prepared."""
     plan: ContextPlan = pickle.loads(pickle.dumps(plan_context(CU_SEQLENS, (rank, world))))
     plan.prepared.clear()
     return plan
