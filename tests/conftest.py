@@ -16,6 +16,7 @@ from ringfa3 import host
 from ringfa3.build import toolchain
 from ringfa3.build.host_library import ensure_host_library
 from tests.support import fake_tools
+from tests.support.double import double
 from tests.support.fake_kernels import FakeKernels, compile_kernels
 from tests.support.ranks import Ranks
 
@@ -52,6 +53,13 @@ def one_thread() -> Iterator[None]:
     """
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Casts to float32, of models for example, are casts to float64."""
+    with double():
+        yield
 
 
 @pytest.fixture(scope="session")

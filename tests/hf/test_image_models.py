@@ -2,7 +2,7 @@
 
 The reference is transformers' eager attention on one process, whose model reads the pictures and
 makes the positions itself: logits, and gradients of the vision tower too, summed over the ranks,
-within 2e-6 of the largest number in float32. Gemma 3 and PaliGemma are in test_span_masks.py.
+within 1e-12 of the largest number in float64. Gemma 3 and PaliGemma are in test_span_masks.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import torch.distributed as dist
 import transformers as hf
 
 from ringfa3 import ContextPlan, Mask, plan_context
+from tests.support.double import in_double
 from tests.support.hf_models import EXPERTS, SIZES, Results, backward, difference, tokens
 from tests.support.ranks import Ranks
 
-BOUND = 2e-6
+pytestmark = pytest.mark.usefixtures("in_float64")
+BOUND = 1e-12
 IMAGE, BEGIN, END, VIDEO = 90, 91, 92, 93  # ids of a model's vocabulary
 PATCHES = [[(1, 8, 4), (1, 4, 4)], [(1, 4, 8)]]  # the pictures of each document
 LENGTHS = [30, 17]
@@ -61,7 +63,7 @@ def model_of(name: str, attention: str) -> Any:
     for parameter in model.parameters():
         values = torch.randn(parameter.shape, generator=generator)
         parameter.data = 0.2 * values + (parameter.data.round() if parameter.dim() == 1 else 0)
-    return model.float().eval()
+    return model.double().eval()
 
 
 def document(number: int) -> dict[str, torch.Tensor]:
@@ -143,7 +145,7 @@ def _in_a_ring(group: dist.ProcessGroup, name: str, documents: int) -> float:
     expected, grads = eager(name, documents)
     generator = torch.Generator().manual_seed(1)  # as in `backward`
     gradient = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-    logits.backward(plan.shard(gradient.float(), 1))
+    logits.backward(plan.shard(gradient, 1))
     found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in
              model.named_parameters()}  # fmt: skip
     flat = torch.cat([found[n].flatten() for n in grads])
@@ -157,7 +159,7 @@ def _in_a_ring(group: dist.ProcessGroup, name: str, documents: int) -> float:
 @pytest.mark.parametrize("documents", [1, 2])
 def test_rings_equal_eager(ranks: Ranks, world: int, documents: int) -> None:
     for name in MODELS:
-        assert max(ranks.run(world, _in_a_ring, name, documents)) <= BOUND, name
+        assert max(ranks.run(world, in_double, _in_a_ring, name, documents)) <= BOUND, name
 
 
 def test_a_mask_on_one_device_takes_a_row_of_text_positions() -> None:

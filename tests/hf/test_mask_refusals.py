@@ -15,10 +15,12 @@ import transformers as hf
 
 from ringfa3 import Mask, plan_context
 from ringfa3.hf.attention import attention_forward
+from tests.support.double import in_double
 from tests.support.hf_models import EXPERTS, SIZES, difference, tokens
 from tests.support.ranks import Ranks
 
-BOUND = 2e-6  # relative to the largest number, in float32
+pytestmark = pytest.mark.usefixtures("in_float64")
+BOUND = 1e-12  # relative to the largest number
 TOKENS = 22
 IDS = tokens(1, TOKENS)
 TREE = Mask.tree([8, 6, 8], [-1, 0, 0])
@@ -229,7 +231,7 @@ def of_all_ranks(group: dist.ProcessGroup, case: str) -> str:
     ],
 )
 def test_refused_on_all_ranks(ranks: Ranks, case: str, message: str) -> None:
-    assert all(message in text for text in ranks.run(2, of_all_ranks, case))
+    assert all(message in text for text in ranks.run(2, in_double, of_all_ranks, case))
 
 
 def path_difference(logits: torch.Tensor) -> float:
@@ -272,7 +274,7 @@ def in_a_ring(group: dist.ProcessGroup) -> torch.Tensor:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_positions_in_a_ring_are_the_masks(ranks: Ranks, world: int) -> None:
-    for logits in ranks.run(world, in_a_ring):
+    for logits in ranks.run(world, in_double, in_a_ring):
         assert path_difference(logits) <= BOUND
 
 

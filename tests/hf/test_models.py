@@ -15,6 +15,7 @@ import ringfa3.hf
 from ringfa3 import keep_attention
 from ringfa3.hf import attention
 from ringfa3.kernels import reference
+from tests.support.double import recomputed_in_double
 from tests.support.hf_models import (
     CONFIGS,
     Results,
@@ -27,43 +28,42 @@ from tests.support.hf_models import (
     worst_difference,
 )
 
-# Relative to the largest number. Reference and bound by dtype.
-BOUNDS = {torch.float32: ("eager", 2e-6), torch.float64: ("sdpa", 1e-12)}
-CASES = [
-    (name, dtype)
-    for name, dtype in itertools.product(CONFIGS, BOUNDS)
-    if (name, dtype) != ("gpt-oss", torch.float64)  # its sinks have no sdpa
+pytestmark = pytest.mark.usefixtures("in_float64")
+BOUND = 1e-12  # relative to the largest number
+CASES = [  # name, reference
+    (name, theirs)
+    for name, theirs in itertools.product(CONFIGS, ("eager", "sdpa"))
+    if (name, theirs) != ("gpt-oss", "sdpa")  # its sinks have no sdpa
 ]
 LENGTHS = [7, 1, 12]  # of packed documents
 
 
-def compare(name: str, dtype: torch.dtype, ids: torch.Tensor, **inputs: torch.Tensor) -> None:
+def compare(name: str, theirs_by: str, ids: torch.Tensor, **inputs: torch.Tensor) -> None:
     """Logits and gradients where attention_mask, if any, is 1."""
-    theirs_by, bound = BOUNDS[dtype]
     rows = inputs.get("attention_mask")
     rows = None if rows is None else rows.bool()
-    ours = results(shared_model(name, "ringfa3", dtype), ids, rows, **inputs)
-    theirs = results(shared_model(name, theirs_by, dtype), ids, rows, **inputs)
-    assert worst_difference(ours, theirs) <= bound
+    ours = results(shared_model(name, "ringfa3"), ids, rows, **inputs)
+    theirs = results(shared_model(name, theirs_by), ids, rows, **inputs)
+    assert worst_difference(ours, theirs) <= BOUND
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
-def test_dense(name: str, dtype: torch.dtype) -> None:
-    compare(name, dtype, tokens(2, 13))
+@pytest.mark.parametrize(("name", "theirs_by"), CASES)
+def test_dense(name: str, theirs_by: str) -> None:
+    compare(name, theirs_by, tokens(2, 13))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
-def test_padded(name: str, dtype: torch.dtype, side: str) -> None:
+@pytest.mark.parametrize(("name", "theirs_by"), CASES)
+def test_padded(name: str, theirs_by: str, side: str) -> None:
     """Rows of 13, 8 and 1 tokens; logits and loss of what is no padding."""
     lengths = torch.tensor([13, 8, 1])[:, None]
     mask = (torch.arange(13) < lengths).long()
     mask = mask.flip(1) if side == "left" else mask
-    compare(name, dtype, tokens(3, 13) * mask, attention_mask=mask)
+    compare(name, theirs_by, tokens(3, 13) * mask, attention_mask=mask)
 
 
 def documents_alone(name: str, ids: torch.Tensor) -> Results:
-    """The eager results of each document by itself, in float32."""
+    """The eager results of each document by itself."""
     model = shared_model(name, "eager")
     model.zero_grad()
     parts = [model(x, use_cache=False).logits for x in ids.split(LENGTHS, 1)]
@@ -71,54 +71,52 @@ def documents_alone(name: str, ids: torch.Tensor) -> Results:
 
 
 @pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens"])
-@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
-def test_packed(name: str, dtype: torch.dtype, given: str) -> None:
-    """Documents of 7, 1 and 12 tokens in one row, against each document alone; in float64 against
-    sdpa's packing, because norms and routers round to float32 by the shape of the batch."""
+@pytest.mark.parametrize(("name", "theirs_by"), CASES)
+def test_packed(name: str, theirs_by: str, given: str) -> None:
+    """Documents of 7, 1 and 12 tokens in one row, against each document alone, or against sdpa's
+    packing."""
     ids = tokens(1, sum(LENGTHS))
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     inputs = {"position_ids": positions}
-    theirs_by, bound = BOUNDS[dtype]
     if theirs_by == "eager":
         theirs = documents_alone(name, ids)
     else:
-        theirs = results(shared_model(name, theirs_by, dtype), ids, **inputs)
+        theirs = results(shared_model(name, theirs_by), ids, **inputs)
     if given == "cu_seq_lens":
         cu = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
-    ours = results(shared_model(name, "ringfa3", dtype), ids, **inputs)
-    assert worst_difference(ours, theirs) <= bound
+    ours = results(shared_model(name, "ringfa3"), ids, **inputs)
+    assert worst_difference(ours, theirs) <= BOUND
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
 def test_packed_with_a_cache_that_is_empty(name: str) -> None:
-    """transformers makes a cache unless told not to; documents stay apart. Each document alone,
-    2e-6; batches of two packed rows, too."""
+    """transformers makes a cache unless told not to; documents stay apart. Each document
+    alone; batches of two packed rows, too."""
     ids, positions = tokens(2, sum(LENGTHS)), torch.cat([torch.arange(n) for n in LENGTHS])[None]
     with torch.no_grad():
         made = shared_model(name, "ringfa3")(ids, position_ids=positions, use_cache=True).logits
         alone = [shared_model(name, "eager")(x).logits for x in ids.split(LENGTHS, 1)]
-    assert difference(made, torch.cat(alone, 1)) <= 2e-6
+    assert difference(made, torch.cat(alone, 1)) <= BOUND
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
-def test_prefill_in_two_chunks(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "theirs_by"), CASES)
+def test_prefill_in_two_chunks(name: str, theirs_by: str) -> None:
     """9 and 6 tokens through a dynamic cache, more than a window, with left padding and without."""
-    theirs_by, bound = BOUNDS[dtype]
     ids = tokens(2, 15)
     for padding in (0, 4):
         mask = torch.ones_like(ids)
         mask[1, :padding] = 0
         logits = []
         for implementation in ("ringfa3", theirs_by):
-            model = shared_model(name, implementation, dtype)
+            model = shared_model(name, implementation)
             with torch.no_grad():
                 first = model(ids[:, :9], attention_mask=mask[:, :9], use_cache=True)
                 rest = {"attention_mask": mask} if padding else {}
                 cache = first.past_key_values
                 second = model(ids[:, 9:], past_key_values=cache, use_cache=True, **rest)
             logits.append(torch.cat((first.logits, second.logits), 1)[mask.bool()])
-        assert difference(*logits) <= bound
+        assert difference(*logits) <= BOUND
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -138,13 +136,13 @@ def test_greedy_generation_of_a_batch_with_left_padding(name: str) -> None:
 
 
 def test_every_layer_of_a_model_attends_by_ringfa3() -> None:
-    """After `set_attn_implementation`, on a model that was made with eager attention; 2e-6."""
+    """After `set_attn_implementation`, on a model that was made with eager attention."""
     model = model_of("llama", "eager")
     ids = tokens(2, 13)
     expected = results(model, ids)
     model.set_attn_implementation("ringfa3")
     with mock.patch.object(attention, "padded_attention", wraps=attention.padded_attention) as op:
-        assert worst_difference(results(model, ids), expected) <= 2e-6
+        assert worst_difference(results(model, ids), expected) <= BOUND
     assert op.call_count == 2
 
 
@@ -182,7 +180,9 @@ def test_checkpointing_keeps_attention(name: str) -> None:
     model = model_of(name, "ringfa3").train()
     ids = tokens(2, 13)
     expected = results(model, ids)
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})
+    model.gradient_checkpointing_enable(
+        {"use_reentrant": False, "context_fn": recomputed_in_double(keep_attention)}
+    )
     with mock.patch.object(reference, "attend", wraps=reference.attend) as runs:
         assert worst_difference(results(model, ids), expected) == 0
     assert runs.call_count == 2

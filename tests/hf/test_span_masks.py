@@ -1,7 +1,7 @@
 """`ringfa3_mask`: models of transformers with masks of spans, on one device and in rings.
 
-The reference is transformers' eager attention in float32, whose mask the model makes itself:
-logits and gradients within 2e-6 of the largest number.
+The reference is transformers' eager attention in float64, whose mask the model makes itself:
+logits and gradients within 1e-12 of the largest number.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import torch.distributed as dist
 import transformers as hf
 
 from ringfa3 import Mask, plan_context
+from tests.support.double import in_double
 from tests.support.hf_models import Results, backward, difference, tokens, worst_difference
 from tests.support.ranks import Ranks
 
-BOUND = 2e-6
+pytestmark = pytest.mark.usefixtures("in_float64")
+BOUND = 1e-12
 TOKENS, WINDOW, CHUNK = 22, 5, 8
 TEXT: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -102,7 +104,7 @@ def model_of(name: str, attention: str) -> Any:
     for parameter in model.parameters():
         values = torch.randn(parameter.shape, generator=generator)
         parameter.data = 0.2 * values + (parameter.data.round() if parameter.dim() == 1 else 0)
-    return model.float().eval()
+    return model.double().eval()
 
 
 @lru_cache(None)
@@ -143,7 +145,7 @@ def _in_a_ring(group: dist.ProcessGroup, name: str) -> float:
     expected, grads = eager(name)
     generator = torch.Generator().manual_seed(1)  # as in `backward`
     gradient = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
-    logits.backward(plan.shard(gradient.float(), 1))
+    logits.backward(plan.shard(gradient, 1))
     worst = difference(logits, plan.shard(expected, 1))
     found = dict(model.named_parameters())
     flat = torch.cat([found[n].grad.flatten() for n in grads])
@@ -155,7 +157,7 @@ def _in_a_ring(group: dist.ProcessGroup, name: str) -> float:
 def test_rings_equal_eager(ranks: Ranks, world: int) -> None:
     """The text model of each, whose plan has a mask."""
     for name in CASES:
-        assert max(ranks.run(world, _in_a_ring, name)) <= BOUND, name
+        assert max(ranks.run(world, in_double, _in_a_ring, name)) <= BOUND, name
 
 
 def test_rows_of_a_batch_are_one_mask() -> None:

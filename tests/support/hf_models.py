@@ -73,9 +73,12 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def model_of(
-    name: str, attention: str, dtype: torch.dtype = torch.float32, **changes: Any
+    name: str, attention: str, dtype: torch.dtype | None = None, **changes: Any
 ) -> nn.Module:
-    """The causal language model of a name, with the same weights for every implementation."""
+    """The causal language model of a name, with the same weights for every implementation.
+
+    dtype: default that of new tensors.
+    """
     config = copy.deepcopy(config_of(name, **changes))
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -91,12 +94,19 @@ def model_of(
             parameter.data = values
         else:  # norms, around their identity, and biases
             parameter.data = parameter.data.round() + 0.2 * values
-    return model.to(dtype).eval()  # type: ignore[no-any-return]
+    return model.to(dtype or torch.get_default_dtype()).eval()  # type: ignore[no-any-return]
+
+
+def shared_model(name: str, attention: str, dtype: torch.dtype | None = None) -> nn.Module:
+    """`model_of` for tests that change nothing but gradients."""
+    return _shared_model(name, attention, dtype, torch.get_default_dtype())
 
 
 @lru_cache(None)
-def shared_model(name: str, attention: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """`model_of` for tests that change nothing but gradients."""
+def _shared_model(
+    name: str, attention: str, dtype: torch.dtype | None, _default: torch.dtype
+) -> nn.Module:
+    """Models made in `tests.support.double` have other frequencies of RoPE than others."""
     return model_of(name, attention, dtype)
 
 

@@ -7,6 +7,7 @@ import json
 import resource
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import transformers
 from safetensors import safe_open
 from torch.nn import functional as F
 
+from tests.support.double import double
 from tests.support.hf_models import difference, tokens
 from tests.support.ranks import sacrifice
 from tests.train.engine.test_engines import DDP, FSDP2, ZERO
@@ -46,28 +48,36 @@ MODELS = [
 
 
 def logits_of(config: Config, folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Of the trainer's model, with the weights of ``folder``."""
-    model = build_model(config, N_TOKENS, torch.device("cpu"))
+    """Of the trainer's model in float64, with the weights of ``folder``."""
+    with double():
+        model = build_model(config, N_TOKENS, torch.device("cpu"))
     named = model.transformer.named_parameters()
     load_folder(folder, {f"model.{name}": whole(p) for name, p in named})
     cu_seqlens = [0, len(ids)]
     batch = make_batch(Sample(ids.numpy(), ids.numpy(), cu_seqlens), None, "zigzag")
-    with torch.no_grad():
+    with torch.no_grad(), double():
         hidden = model.transformer(batch.tokens, batch.positions, batch.plan)
         return F.linear(hidden, model.transformer.head)
 
 
+def logits_of_transformers(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Of a model with the weights of ``model``, in float64."""
+    with torch.no_grad(), double():
+        wide = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.float64)
+        wide.load_state_dict(model.state_dict())
+        return wide.eval()(ids[None]).logits[0]
+
+
 @pytest.mark.parametrize(("name", "rope", "changes"), MODELS)
 def test_logits_are_those_of_transformers(make_folder, started, name, rope, changes):
-    """200 tokens, more than any original length: 2e-6 of the largest logit, in float32."""
+    """200 tokens, more than any original length: 1e-12 of the largest logit, in float64."""
     folder = make_folder(name, rope, **changes)
     config = started(folder)
     check(config, world=1)
     ids = tokens(200)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    with torch.no_grad():
-        expected = theirs(ids[None]).logits[0]
-    assert difference(logits_of(config, folder, ids), expected) <= 2e-6
+    expected = logits_of_transformers(theirs, ids)
+    assert difference(logits_of(config, folder, ids), expected) <= 1e-12
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -206,6 +216,5 @@ def test_a_model_of_the_trainer_is_exported(config, tmp_path):
     assert (model.config.bos_token_id, model.config.eos_token_id) == (own.token_to_id(BOS),) * 2
     assert model.generation_config.eos_token_id == own.token_to_id(BOS)
     ids = torch.arange(3, 120)
-    with torch.no_grad():
-        theirs = model(ids[None]).logits[0]
-    assert difference(logits_of(config, target, ids), theirs) <= 2e-6
+    expected = logits_of_transformers(model, ids)
+    assert difference(logits_of(config, target, ids), expected) <= 1e-12
