@@ -22,10 +22,10 @@ STEPS = Path(__file__).parent / "support" / "titan_steps.py"
 Results = dict[str, torch.Tensor]
 
 
-def steps(model: str, world: int, cp: int, file: Path) -> Results:
+def steps(model: str, world: int, cp: int, tp: int, file: Path) -> Results:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     done = subprocess.run(
-        [*torchrun, f"--nproc-per-node={world}", STEPS, model, str(cp), file],
+        [*torchrun, f"--nproc-per-node={world}", STEPS, model, str(cp), str(tp), file],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
@@ -34,25 +34,29 @@ def steps(model: str, world: int, cp: int, file: Path) -> Results:
     return results
 
 
-@pytest.mark.parametrize(("model", "worlds"), [("llama3", (2, 4)), ("qwen3", (2,))])
+@pytest.mark.parametrize(
+    ("model", "worlds"), [("llama3", [(2, 1), (4, 1), (4, 2)]), ("qwen3", [(2, 1), (4, 2)])]
+)
 def test_losses_and_gradients_are_those_of_dense_attention(
-    model: str, worlds: tuple[int, ...], tmp_path: Path
+    model: str, worlds: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    """Packed documents, FSDP2 over all ranks, layers recomputed; 4 ranks are two CP groups.
+    """Packed documents, FSDP2 over all ranks, layers recomputed, CP groups of two ranks.
+
+    worlds: ranks, and the degree of tensor parallelism.
 
     Reference: torchtitan in one process, in float32. Gradients within 5e-6 of it, or 1e-6 of the
     largest gradient; losses of two steps within 1e-5.
     """
-    expected = steps(model, 1, 1, tmp_path / "dense.pt")
+    expected = steps(model, 1, 1, 1, tmp_path / "dense.pt")
     floor = 1e-6 * max(x.norm() for name, x in expected.items() if "loss" not in name)
     assert floor > 0
-    for world in worlds:
-        found = steps(model, world, 2, tmp_path / "found.pt")
+    for world, tp in worlds:
+        found = steps(model, world, 2, tp, tmp_path / "found.pt")
         assert found.keys() == expected.keys()
         for name, x in expected.items():
             error = (found[name] - x).norm()
             bound = 1e-5 * x if "loss" in name else max(5e-6 * x.norm(), floor)
-            assert error <= bound, (world, name, error / x.norm())
+            assert error <= bound, (world, tp, name, error / x.norm())
 
 
 def example() -> Any:

@@ -1,6 +1,6 @@
 """Two steps of torchtitan's trainer on CPUs, in float32.
 
-    torchrun --nproc-per-node N tests/support/titan_steps.py MODEL CP FILE
+    torchrun --nproc-per-node N tests/support/titan_steps.py MODEL CP TP FILE
 
 With CP 1 the layers compute dense attention over whole documents, the reference. Otherwise they
 run examples/torchtitan_cp.py. FILE receives the losses, and the gradients of the first step.
@@ -116,16 +116,17 @@ def dense(given: FlexAttention.Config) -> DenseAttention.Config:
     return DenseAttention.Config(sharding_config=given.sharding_config)
 
 
-def config_of(model: str, cp: int) -> Any:
+def config_of(model: str, cp: int, tp: int) -> Any:
     config = CONFIGS[model]()
     config.tokenizer, config.dataloader = Tokenizer.Config(), Data.Config()
     config.validator.enable = config.checkpoint.enable = False
     config.model_spec.model.layers = config.model_spec.model.layers[:LAYERS]
     training, parallelism = config.training, config.parallelism
-    training.local_batch_size = ROWS * cp // int(os.environ["WORLD_SIZE"])
+    training.local_batch_size = ROWS * cp * tp // int(os.environ["WORLD_SIZE"])
     training.seq_len, training.steps, training.disable_cuda_graphs = LENGTH, 2, True
     training.mixed_precision_param, training.max_norm = "float32", 1e9
     parallelism.context_parallel_degree, parallelism.spmd_backend = cp, "full_dtensor"
+    parallelism.tensor_parallel_degree = tp
     if cp == 1:
         config.override.imports.append(f"{__name__}.dense")
     else:
@@ -172,13 +173,13 @@ def steps_of(config: Any) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    model, cp, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    model, cp, tp, file = sys.argv[1:]
     stats = metrics.DeviceMemStats(*[0] * len(metrics.DeviceMemStats._fields))
     monitor = SimpleNamespace(
         device_name="cpu", get_peak_stats=lambda: stats, reset_peak_stats=lambda: None
     )
     metrics.build_device_memory_monitor = lambda: monitor
-    results = steps_of(config_of(model, cp))
+    results = steps_of(config_of(model, int(cp), int(tp)))
     if dist.get_rank() == 0:
         torch.save(results, file)
     dist.barrier()
