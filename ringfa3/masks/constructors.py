@@ -109,7 +109,8 @@ def document_spans(
 def tree_spans(lengths: Ints, parents: Ints) -> tuple[Ints, Ints]:
     """(spans, positions): each node attends to itself, causally, and to all of its ancestors.
 
-    Two spans a node, whatever the depth: the node itself, and its descendants' rows over its keys.
+    One span a node, whatever the depth: its own and its descendants' rows over its keys. A node
+    and its only child have one in common, so a chain is one document.
 
     Raises ValueError: the nodes are not in depth-first order.
     """
@@ -134,11 +135,13 @@ def tree_spans(lengths: Ints, parents: Ints) -> tuple[Ints, Ints]:
     total = int(lengths.sum())
     for node in path:
         last[node] = total
-    own = np.stack((begin, end, begin, end, np.full_like(begin, -UNLIMITED), begin * 0), axis=1)
-    below = own.copy()
-    below[:, 0], below[:, 1], below[:, 5] = end, last, UNLIMITED
+    rows = np.array(last, np.int64)
+    joins = (parents[1:] == np.arange(len(above) - 1)) & (rows[1:] == rows[:-1])
+    first, after = (np.append(*x)[: len(above)] for x in ((True, ~joins), (~joins, True)))
+    q0, q1, k1 = begin[first], rows[first], end[after]
+    spans = np.stack((q0, q1, q0, k1, np.full_like(q0, -UNLIMITED), q0 * 0), axis=1)
     positions = np.repeat(np.array(position, np.int64) - begin, lengths) + np.arange(total)
-    return tight(np.concatenate((own, below))), positions
+    return tight(spans), positions
 
 
 def block_spans(rows: Ints, columns: Ints, size: int, q_tokens: int, k_tokens: int) -> Ints:

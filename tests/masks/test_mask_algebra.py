@@ -130,7 +130,7 @@ def test_one_window_is_for_all_documents() -> None:
 @COMMON
 @given(data=st.data())
 def test_a_node_of_a_tree_sees_its_ancestors(data: st.DataObject) -> None:
-    """Reference: the path of each node. At most two spans a node."""
+    """Reference: the path of each node. At most one span a node."""
     lengths, parents, path = [], [], []
     for node in range(data.draw(st.integers(0, 8))):
         depth = data.draw(st.integers(0, len(path)))
@@ -152,7 +152,14 @@ def test_a_node_of_a_tree_sees_its_ancestors(data: st.DataObject) -> None:
     mask = Mask.tree(lengths, parents)
     check_equal(mask, allowed)
     assert mask.positions.tolist() == positions
-    assert len(mask.spans) <= 2 * len(lengths)
+    assert len(mask.spans) <= len(lengths)
+
+
+def test_a_chain_of_nodes_is_one_span() -> None:
+    """Nodes without tokens, and siblings without, part nothing."""
+    mask = Mask.tree([4, 0, 3, 5, 0], [-1, 0, 1, 2, 2])
+    assert mask.spans.tolist() == Mask.documents(12).spans.tolist()
+    assert mask.positions.tolist() == list(range(12))
 
 
 def test_blocks_may_be_short_at_the_end_and_meet_documents() -> None:

@@ -76,12 +76,14 @@ def test_chunks_are_placed_as_documents() -> None:
     assert given.token_index.tolist() == expected.token_index.tolist()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_first_keys_cost_their_own_rows(world: int) -> None:
-    """A window and 4 first keys send at most 1.02 of the window's K/V rows."""
-    rows = []
+@pytest.mark.parametrize(
+    ("lengths", "world"), [([32768], 2), ([32768], 4), ([16384] * 4, 8), ([9000, 3000, 20000], 3)]
+)
+def test_first_keys_cost_their_own_rows(lengths: list[int], world: int) -> None:
+    """A window and 4 first keys send at most 1.02 of the window's K/V rows, from the same ranks."""
+    rows, cu = [], np.cumsum([0, *lengths]).tolist()
     for first_keys in (0, 4):
-        mask = Mask.documents(32768, window_size=(1023, 0), first_keys=first_keys)
+        mask = Mask.documents(cu, window_size=(1023, 0), first_keys=first_keys)
         runs = plan_context(mask, (0, world)).kv_exchange.runs()
         rows.append(int(np.diff(runs[:, 2:]).sum()))
     assert rows[0] < rows[1] <= 1.02 * rows[0]
