@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from ringfa3.masks.spans import UNLIMITED, Ints, empty, rectangles, subtract, tight
 from ringfa3.validation import check_bool, check_window, shown, whole_number, whole_numbers
@@ -20,9 +21,15 @@ def ranges(count: Ints) -> Ints:
     return np.arange(len(offset)) - offset
 
 
+def listed(value: Any) -> Any:
+    """Arrays and tensors as lists, other values as they are."""
+    return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
+
+
 def per_document(name: str, value: Any, documents: int, least: int) -> Ints:
     """(documents,) of one whole number, or of one for each document; None is -1."""
-    if isinstance(value, (list, tuple, np.ndarray)):
+    value = listed(value)
+    if isinstance(value, (list, tuple)):
         given = list(value)
     else:
         given = [None if value is None else whole_number(name, value)] * documents
@@ -40,6 +47,7 @@ def per_document(name: str, value: Any, documents: int, least: int) -> Ints:
 
 def windows_of(window_size: object, documents: int) -> tuple[Ints, Ints]:
     """(left, right) of each document, from one pair or one for each document."""
+    window_size = listed(window_size)
     given: Sequence[object] = window_size if isinstance(window_size, (list, tuple)) else (0,)
     if all(isinstance(x, (list, tuple)) for x in given):
         if len(given) != documents:

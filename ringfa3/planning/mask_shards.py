@@ -83,17 +83,6 @@ def one_sequence(lengths: Ints, shards: list[Segments]) -> list[Segments]:
     ]
 
 
-def check_mask_tokens(mask: Mask, q_tokens: int, k_tokens: int) -> None:
-    """Raises TypeError, ValueError: it is no Mask of so many queries and keys."""
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be a ringfa3.Mask, got {type(mask).__name__}")
-    if (mask.q_tokens, mask.k_tokens) != (q_tokens, k_tokens):
-        raise ValueError(
-            f"mask has {mask.q_tokens} queries and {mask.k_tokens} keys, the plan has {q_tokens} "
-            f"and {k_tokens}: make it for the same tokens"
-        )
-
-
 class _Ordered:
     """The tokens of a mask, those of each component in the order of their density.
 
