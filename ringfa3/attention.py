@@ -15,7 +15,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ringfa3.attention_op import out_shape, packed
 from ringfa3.custom_op import checkpointed, require_no_compiler
 from ringfa3.functional import flash_attn_func
-from ringfa3.masks.mask import Mask
+from ringfa3.masks.mask import Mask, check_mask
 from ringfa3.planning.context_plan import (
     ContextPlan,
     check_plan,
@@ -87,11 +87,7 @@ def flash_attn_mask_func(
         "flash_attn_mask_func",
         "make plan_context(mask, (0, 1)) outside, and give the plan to ring_attn_func inside",
     )
-    if not isinstance(mask, Mask):
-        raise TypeError(
-            f"mask must be a ringfa3.Mask, got {type(mask).__name__}: make one of spans, "
-            "documents, trees or blocks; a function of indices has no spans"
-        )
+    check_mask(mask)
     check_tensors(q, k, v)
     for name, x, tokens in (("q", q, mask.q_tokens), ("k", k, mask.k_tokens)):
         if x.dim() != 3 or x.shape[0] != tokens:

@@ -135,9 +135,13 @@ def _whole(value: SupportsIndex) -> int:
 
 
 def _in_order(name: str, values: object) -> tuple[Any, ...]:
-    """The members of a sequence. Sets and mappings have no order, and bytes would be numbers."""
+    """The members of a sequence. Sets and mappings have no order, and bytes would be numbers.
+
+    What has items and is not iterable, as FlexAttention's BlockMask, may have no last one.
+    """
     try:
-        if isinstance(values, (str, bytes, bytearray, Set, Mapping)):
+        unordered = isinstance(values, (str, bytes, bytearray, Set, Mapping))
+        if unordered or not isinstance(values, Iterable):
             raise TypeError
         return tuple(cast(Iterable[object], values))
     except TypeError:

@@ -77,7 +77,8 @@ def check_tokens(model: torch.nn.Module, named: dict[str, Any]) -> None:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
             f"{keyword} in {type(model).__name__}, an encoder-decoder, whose encoder, decoder and "
-            "cross-attention have different tokens: use a decoder alone, or leave it out"
+            "cross-attention have different tokens: leave it out; in a ring call ring_attn_func in "
+            "the model's layers, with plan.shard_keys of the encoder's tokens"
         )
     arguments = inspect.signature(model.forward).parameters.values()
     if not any(x.name == "input_ids" or x.kind is x.VAR_POSITIONAL for x in arguments):

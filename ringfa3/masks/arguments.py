@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,8 @@ def integers(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> Ints:
         given: Any = values
         if isinstance(given, torch.Tensor):
             given = given.detach().cpu().numpy()
+        if not isinstance(given, Iterable):  # items alone, as of a BlockMask, may have no end
+            raise TypeError
         array = np.array(given if hasattr(given, "__len__") else list(given))
         if array.size and (array.dtype.kind not in "iu" or array.max() >= INT64_END):
             raise TypeError(f"{array.dtype}")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from ringfa3.masks.spans import UNLIMITED, Ints, empty, rectangles, subtract, tight
 from ringfa3.validation import check_bool, check_window, shown, whole_number, whole_numbers
@@ -20,9 +21,15 @@ def ranges(count: Ints) -> Ints:
     return np.arange(len(offset)) - offset
 
 
+def listed(value: Any) -> Any:
+    """Arrays and tensors as lists, other values as they are."""
+    return value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
+
+
 def per_document(name: str, value: Any, documents: int, least: int) -> Ints:
     """(documents,) of one whole number, or of one for each document; None is -1."""
-    if isinstance(value, (list, tuple, np.ndarray)):
+    value = listed(value)
+    if isinstance(value, (list, tuple)):
         given = list(value)
     else:
         given = [None if value is None else whole_number(name, value)] * documents
@@ -40,6 +47,7 @@ def per_document(name: str, value: Any, documents: int, least: int) -> Ints:
 
 def windows_of(window_size: object, documents: int) -> tuple[Ints, Ints]:
     """(left, right) of each document, from one pair or one for each document."""
+    window_size = listed(window_size)
     given: Sequence[object] = window_size if isinstance(window_size, (list, tuple)) else (0,)
     if all(isinstance(x, (list, tuple)) for x in given):
         if len(given) != documents:
@@ -109,7 +117,8 @@ def document_spans(
 def tree_spans(lengths: Ints, parents: Ints) -> tuple[Ints, Ints]:
     """(spans, positions): each node attends to itself, causally, and to all of its ancestors.
 
-    Two spans a node, whatever the depth: the node itself, and its descendants' rows over its keys.
+    One span a node, whatever the depth: its own and its descendants' rows over its keys. A node
+    and its only child have one in common, so a chain is one document.
 
     Raises ValueError: the nodes are not in depth-first order.
     """
@@ -134,11 +143,13 @@ def tree_spans(lengths: Ints, parents: Ints) -> tuple[Ints, Ints]:
     total = int(lengths.sum())
     for node in path:
         last[node] = total
-    own = np.stack((begin, end, begin, end, np.full_like(begin, -UNLIMITED), begin * 0), axis=1)
-    below = own.copy()
-    below[:, 0], below[:, 1], below[:, 5] = end, last, UNLIMITED
+    rows = np.array(last, np.int64)
+    joins = (parents[1:] == np.arange(len(above) - 1)) & (rows[1:] == rows[:-1])
+    first, after = (np.append(*x)[: len(above)] for x in ((True, ~joins), (~joins, True)))
+    q0, q1, k1 = begin[first], rows[first], end[after]
+    spans = np.stack((q0, q1, q0, k1, np.full_like(q0, -UNLIMITED), q0 * 0), axis=1)
     positions = np.repeat(np.array(position, np.int64) - begin, lengths) + np.arange(total)
-    return tight(np.concatenate((own, below))), positions
+    return tight(spans), positions
 
 
 def block_spans(rows: Ints, columns: Ints, size: int, q_tokens: int, k_tokens: int) -> Ints:

@@ -215,8 +215,7 @@ class Mask:
     @classmethod
     def pack(cls, masks: Sequence[Mask]) -> Mask:
         """Masks one after the other, which attend to nothing of each other."""
-        for mask in masks:
-            _check_mask(mask)
+        masks = [check_mask(mask) for mask in masks]
         q, k = (
             np.array([getattr(m, x) for m in masks], np.int64) for x in ("q_tokens", "k_tokens")
         )
@@ -282,7 +281,7 @@ class Mask:
 
     def _common_positions(self, other: Mask) -> list[Ints | None]:
         """Positions of two masks. Raises ValueError: they differ, or the numbers of tokens do."""
-        _check_mask(other)
+        check_mask(other)
         mine, theirs = (self.q_tokens, self.k_tokens), (other.q_tokens, other.k_tokens)
         if mine != theirs:
             raise ValueError(
@@ -389,6 +388,11 @@ class Mask:
         return f"Mask({self.q_tokens}{keys} tokens, {len(self._spans)} spans, {self.digest})"
 
 
-def _check_mask(mask: object) -> None:
+def check_mask(mask: object) -> Mask:
+    """The mask. Raises TypeError: it is none."""
     if not isinstance(mask, Mask):
-        raise TypeError(f"expected a Mask, got {type(mask).__name__}")
+        raise TypeError(
+            f"mask must be a ringfa3.Mask, got {type(mask).__name__}: make one of spans, "
+            "documents, trees or blocks; a function of indices has no spans"
+        )
+    return mask

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
 
 def plot(spans: Ints, q_tokens: int, k_tokens: int, plan: Any = None) -> Figure:
-    """The spans as polygons, in one colour or in that of the rank which holds the queries."""
+    """The spans as polygons, in one colour or in that of the rank which holds the queries.
+
+    Raises ValueError: it is no plan of so many queries.
+    """
+    if plan is not None and getattr(plan, "total_tokens", None) != q_tokens:
+        raise ValueError(
+            f"plan={plan!r} is no plan of the mask's {q_tokens} tokens: give plan_context(mask)"
+        )
     import matplotlib as mpl
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure

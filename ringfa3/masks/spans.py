@@ -90,6 +90,19 @@ def attended(spans: Ints, k_tokens: int) -> Bools:
     return change[:-1].cumsum() > 0
 
 
+def run_ends(begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """(begins, ends), ascending, of the runs that none of the ranges [begin, end) leaves.
+
+    A range begins a run if no other one that begins earlier reaches beyond its begin.
+    """
+    order = np.argsort(begin, kind="stable")
+    begin, reached = begin[order], np.maximum.accumulate(end[order])
+    starts = np.ones(len(begin), bool)
+    starts[1:] = begin[1:] >= reached[:-1]
+    (first,) = np.nonzero(starts)
+    return begin[first], reached[np.append(first[1:], len(begin))[: len(first)] - 1]
+
+
 class RowPairs(NamedTuple):
     """How many columns each row attends to, as runs of rows where the number grows evenly.
 
@@ -118,7 +131,11 @@ class RowPairs(NamedTuple):
             ends = np.clip(offset, 0, nk), np.clip(nq - 1 + offset, 0, nk)
             steps += [sign * ends[0], -sign * ends[1], none, none]
             slopes += [none, none, none + sign, none - sign]
-        begin, at = np.unique(np.concatenate(rows), return_inverse=True)
+        row = np.concatenate(rows)
+        order = np.argsort(row, kind="stable")  # fast: rows are a few ascending runs
+        new = np.diff(row[order], prepend=-1) > 0
+        begin, at = row[order[new]], np.empty_like(order)
+        at[order] = np.cumsum(new) - 1
         step, slope = (  # float64, exact below 2^53
             np.bincount(at, np.concatenate(x), len(begin)).astype(np.int64) for x in (steps, slopes)
         )

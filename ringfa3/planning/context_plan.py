@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.custom_op import require_no_compiler, untraced
+from ringfa3.masks.checks import check_mask_tokens, mask_or_documents
 from ringfa3.masks.mask import Mask
 from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
 from ringfa3.planning.handles import from_handle, new_handle
 from ringfa3.planning.kv_exchange import KVExchange, LaunchExchange, plan_ring
-from ringfa3.planning.mask_shards import check_mask_tokens, one_sequence, partition_mask
+from ringfa3.planning.mask_shards import one_sequence, partition_mask
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.placement.hosts import Hosts, find_hosts, warn_of_hosts
 from ringfa3.planning.process_groups import Group, GroupRef, resolve_group, warn_if_alone
@@ -314,8 +315,7 @@ def plan_context(
         RuntimeError: torch.compile traces the call.
     """
     require_no_compiler("plan_context")
-    mask = cu_seqlens if isinstance(cu_seqlens, Mask) else None
-    cu = b"" if isinstance(cu_seqlens, Mask) else cumulative_bytes("cu_seqlens", cu_seqlens)
+    mask, cu = mask_or_documents(cu_seqlens)
     check_choice("layout", layout, LAYOUTS)
     window = check_window(window_size)
     rank, world, process_group = resolve_group(group)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ringfa3.masks.mask import Mask
-from ringfa3.masks.spans import RowPairs
+from ringfa3.masks.spans import RowPairs, run_ends
 from ringfa3.planning.placement.costs import TILE, Ints
 from ringfa3.planning.placement.zigzag import zigzag
 from ringfa3.planning.sharding import Segments, balanced_documents, by_rank, partition, quotas
@@ -28,6 +28,7 @@ ACCEPTED, BALANCED = 1.02, 1.015
 EVEN = 32  # all rows have about the same work if both halves have, up to one part in so many
 # First tokens of a chunk that ranks exchange. Work is pairs here, so parts of a tile count too.
 FINE = TILE // 32, TILE // 8, TILE // 2, TILE, 2 * TILE
+FEW = 128  # a document's keys outside of its window are few if its window has so many times more
 LARGE = 0.25  # share of a rank's mean work from which a component is cut into parts
 
 
@@ -53,14 +54,24 @@ def partition_mask(
 
 
 def _documents(mask: Mask) -> tuple[Ints, Ints, Ints] | None:
-    """Lengths and windows, (documents,) each, if that is all that the mask consists of."""
+    """Lengths and windows, (documents,) each, if the mask consists of documents.
+
+    A few more keys of each, such as first keys outside of its window, change no row's work by
+    much, and are left out.
+    """
     q0, q1, k0, k1, lo, hi = mask.diagonal_spans.T
-    bounds = np.append(q0, mask.q_tokens), np.insert(q1, 0, 0)
-    if mask.cross or len(q0) == 0 or not np.array_equal(*bounds):
-        return None
     square = (q0 == k0) & (q1 == k1) & (lo <= 0) & (hi >= 0)
-    length = q1 - q0
-    return (length, np.minimum(-lo, length), np.minimum(hi, length)) if square.all() else None
+    begin, end = q0[square], q1[square]
+    bounds = np.append(begin, mask.q_tokens), np.insert(end, 0, 0)
+    if mask.cross or len(begin) == 0 or not np.array_equal(*bounds):
+        return None
+    length = end - begin
+    left, right = np.minimum(-lo[square], length), np.minimum(hi[square], length)
+    q0, q1, k0, k1 = (x[~square] for x in (q0, q1, k0, k1))
+    document = np.searchsorted(begin, q0, side="right") - 1
+    inside = (q1 <= end[document]) & (k0 >= begin[document]) & (k1 <= end[document])
+    few = FEW * np.bincount(document, k1 - k0, len(begin)) <= np.minimum(left + right, length)
+    return (length, left, right) if inside.all() and few.all() else None
 
 
 def one_sequence(lengths: Ints, shards: list[Segments]) -> list[Segments]:
@@ -70,17 +81,6 @@ def one_sequence(lengths: Ints, shards: list[Segments]) -> list[Segments]:
         Segments(s.row, s.length, np.zeros_like(s.row), start[s.sequence] + s.position)
         for s in shards
     ]
-
-
-def check_mask_tokens(mask: Mask, q_tokens: int, k_tokens: int) -> None:
-    """Raises TypeError, ValueError: it is no Mask of so many queries and keys."""
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be a ringfa3.Mask, got {type(mask).__name__}")
-    if (mask.q_tokens, mask.k_tokens) != (q_tokens, k_tokens):
-        raise ValueError(
-            f"mask has {mask.q_tokens} queries and {mask.k_tokens} keys, the plan has {q_tokens} "
-            f"and {k_tokens}: make it for the same tokens"
-        )
 
 
 class _Ordered:
@@ -158,12 +158,8 @@ def components(mask: Mask) -> Ints:
     component before them."""
     q0, q1, k0, k1, *_ = mask.diagonal_spans.T
     begin, end = (q0, q1) if mask.cross else (np.minimum(q0, k0), np.maximum(q1, k1))
-    order = np.argsort(begin, kind="stable")
-    begin, end = begin[order], np.maximum.accumulate(end[order])
-    starts = np.ones(len(begin), bool)
-    starts[1:] = begin[1:] >= end[:-1]
     first = np.zeros(1 if mask.q_tokens else 0, np.int64)
-    return np.unique(np.concatenate((first, begin[starts])))
+    return np.unique(np.concatenate((first, run_ends(begin, end)[0])))
 
 
 def _runs(mask: Mask, begin: Ints, world: int) -> tuple[Ints, Ints]:

@@ -93,7 +93,12 @@ def encoder_states() -> torch.Tensor:
 
 
 OTHERS: dict[str, tuple[Any, Any, str]] = {  # model, inputs, what is named
-    "Bart": (bart, lambda: {"input_ids": IDS, "decoder_input_ids": IDS}, "an encoder-decoder"),
+    "Bart": (
+        bart,
+        lambda: {"input_ids": IDS, "decoder_input_ids": IDS},
+        "an encoder-decoder, whose encoder, decoder and cross-attention have different tokens: "
+        "leave it out; in a ring call ring_attn_func in the model's layers, with plan.shard_keys",
+    ),
     "vision tower": (qwen2_vl, with_image, "takes no input_ids"),
     "cross-attention": (
         bert_decoder,

@@ -15,7 +15,7 @@ from ringfa3 import Mask
 from ringfa3.masks.spans import intersect, subtract
 from tests.support.dense import cumulative
 from tests.support.dense import mask as dense_documents
-from tests.support.masks import Dense, Span, Union, dense_span, spans, unions
+from tests.support.masks import Dense, Endless, Span, Union, dense_span, spans, unions
 
 COMMON = settings(max_examples=150)
 
@@ -124,13 +124,17 @@ def test_one_window_is_for_all_documents() -> None:
     mask = Mask.documents([0, 5, 9], window_size=(2, 0))
     check_equal(mask, dense_documents([5, 4], [5, 4], 2, 0))
     assert mask == Mask.documents([0, 5, 9], window_size=[(2, 0), (2, None)])
+    assert mask == Mask.documents([0, 5, 9], window_size=np.array([[2, 0], [2, -1]]))
+    first = Mask.documents([0, 5, 9], window_size=torch.tensor([2, 0]), first_keys=[1, 0])
+    assert first == Mask.documents([0, 5, 9], window_size=(2, 0), first_keys=torch.tensor([1, 0]))
+    assert first.pairs == mask.pairs + 2
     assert len(Mask.documents(100, window_size=(9, 0), first_keys=4).spans) == 2
 
 
 @COMMON
 @given(data=st.data())
 def test_a_node_of_a_tree_sees_its_ancestors(data: st.DataObject) -> None:
-    """Reference: the path of each node. At most two spans a node."""
+    """Reference: the path of each node. At most one span a node."""
     lengths, parents, path = [], [], []
     for node in range(data.draw(st.integers(0, 8))):
         depth = data.draw(st.integers(0, len(path)))
@@ -152,7 +156,14 @@ def test_a_node_of_a_tree_sees_its_ancestors(data: st.DataObject) -> None:
     mask = Mask.tree(lengths, parents)
     check_equal(mask, allowed)
     assert mask.positions.tolist() == positions
-    assert len(mask.spans) <= 2 * len(lengths)
+    assert len(mask.spans) <= len(lengths)
+
+
+def test_a_chain_of_nodes_is_one_span() -> None:
+    """Nodes without tokens, and siblings without, part nothing."""
+    mask = Mask.tree([4, 0, 3, 5, 0], [-1, 0, 1, 2, 2])
+    assert mask.spans.tolist() == Mask.documents(12).spans.tolist()
+    assert mask.positions.tolist() == list(range(12))
 
 
 def test_blocks_may_be_short_at_the_end_and_meet_documents() -> None:
@@ -194,6 +205,7 @@ def test_packed_masks_see_nothing_of_each_other() -> None:
     assert (cross.q_tokens, cross.k_tokens, cross.pairs) == (3, 5, 8)
     assert cross.key_positions.tolist() == [0, 1, 2, 0, 1]
     assert Mask.pack([]).q_tokens == 0
+    assert Mask.pack(iter(masks)) == packed  # type: ignore[arg-type]
 
 
 def test_a_mask_is_a_value() -> None:
@@ -228,6 +240,9 @@ def test_a_mask_is_a_value() -> None:
         (lambda: Mask([], 8.0), "q_tokens=8.0: give a whole number"),  # type: ignore[arg-type]
         (lambda: Mask([], 8, "9"), "k_tokens='9': give a whole number"),  # type: ignore[arg-type]
         (lambda: Mask(5, 4), "spans=5: give whole numbers"),
+        (lambda: Mask(Endless(), 4), "spans=.*: give whole numbers"),  # type: ignore[arg-type]
+        (lambda: Mask.documents(Endless()), "cu=.*: give a"),  # type: ignore[arg-type]
+        (lambda: Mask.documents(4).plot(3), "plan=3 is no plan of the mask's 4 tokens"),
         (lambda: Mask([[0, 4], [0]], 4), r"spans=\[\[0, 4\], \[0\]\]: give whole numbers"),
         (lambda: Mask(np.array([[0, 4, 0, 4, 2**64 - 5, 0]], np.uint64), 4), "spans=.*: give"),
         (lambda: Mask([[0, 4, 0, 4, 2**70, 0]], 4), "spans=.*: give whole numbers"),
@@ -268,7 +283,7 @@ def test_a_mask_is_a_value() -> None:
         (lambda: Mask.documents(4) | Mask.documents(5), r"\(4, 4\) and \(5, 5\)"),
         (lambda: Mask.documents([0, 2, 4]) & Mask.documents([0, 4]), "token 2 has 0 and 2"),
         (lambda: Mask([], 1 << 20).dense(), "more than 2"),
-        (lambda: Mask.pack([3]), "expected a Mask, got int"),  # type: ignore[list-item]
+        (lambda: Mask.pack([3]), "must be a ringfa3.Mask, got int"),  # type: ignore[list-item]
     ],
 )
 def test_what_is_wrong_is_named(make: object, message: str) -> None:

@@ -25,6 +25,7 @@ from ringfa3.build.units import UNITS
 from ringfa3.kernels import reference
 from ringfa3.planning.context_plan import PLANS_KEPT
 from ringfa3.planning.refinement import LEAST_KEY_TILE
+from tests.support.masks import Endless
 from tests.support.ranks import Ranks
 
 CHAIN = Mask.tree([700, 900, 300, 650, 500, 700], [-1, 0, 1, 2, 3, 4])
@@ -76,12 +77,14 @@ def test_chunks_are_placed_as_documents() -> None:
     assert given.token_index.tolist() == expected.token_index.tolist()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_first_keys_cost_their_own_rows(world: int) -> None:
-    """A window and 4 first keys send at most 1.02 of the window's K/V rows."""
-    rows = []
+@pytest.mark.parametrize(
+    ("lengths", "world"), [([32768], 2), ([32768], 4), ([16384] * 4, 8), ([9000, 3000, 20000], 3)]
+)
+def test_first_keys_cost_their_own_rows(lengths: list[int], world: int) -> None:
+    """A window and 4 first keys send at most 1.02 of the window's K/V rows, from the same ranks."""
+    rows, cu = [], np.cumsum([0, *lengths]).tolist()
     for first_keys in (0, 4):
-        mask = Mask.documents(32768, window_size=(1023, 0), first_keys=first_keys)
+        mask = Mask.documents(cu, window_size=(1023, 0), first_keys=first_keys)
         runs = plan_context(mask, (0, world)).kv_exchange.runs()
         rows.append(int(np.diff(runs[:, 2:]).sum()))
     assert rows[0] < rows[1] <= 1.02 * rows[0]
@@ -222,6 +225,8 @@ def test_no_backward_has_smaller_tiles_than_refinement_assumes() -> None:
         (lambda m: plan_context(m, (0, 2)).with_window((3, 0)), "use plan.with_mask"),
         (lambda m: plan_context(m, (0, 2)).with_mask(Mask([], 9)), "mask has 9 queries"),
         (lambda m: plan_context(m, (0, 2)).with_mask([0, 8]), "must be a ringfa3.Mask, got list"),
+        (lambda m: plan_context(lambda q, k: q >= k, (0, 2)), "or a ringfa3.Mask of .* no spans"),
+        (lambda m: plan_context(Endless(), (0, 2)), "or a ringfa3.Mask of spans"),
         (lambda m: flash_attn_mask_func(*[torch.ones(8, 1, 8)] * 3, [0, 8]), "no spans"),
         (lambda m: flash_attn_mask_func(*[torch.ones(9, 1, 8)] * 3, m), r"q has shape \(9, 1, 8\)"),
         (

@@ -90,6 +90,31 @@ def check_turns(tiling: Tiling, m: int) -> None:
                     added[at] = added.get(at, 0) + 1
 
 
+@pytest.mark.parametrize(
+    ("mask", "queries", "keys"),
+    [
+        (Mask.documents(900).with_bidirectional([50, 300], [90, 360]), [0, 50, 300], [0, 90, 360]),
+        (Mask.tree([70, 40, 40, 40], [-1, 0, 0, 0]), [0, 110, 150], [0, 70, 110, 150]),
+        (Mask.documents(900, window_size=(51, 0), first_keys=4), [0], [0, 4]),
+        (Mask.documents([0, 90, 300], seqused_q=[50, 210]), [0, 50, 90], [0, 50, 90]),
+        (Mask([[9, 20, 9, 20, 0, 0], [0, 30, 0, 30, -20, -10]], 30), [0, 9, 20], [0, 20]),
+        (Mask([[0, 30, 0, 9, 0, 0], [0, 30, 9, 30, -8, -8]], 30), [0], [0, 9]),
+    ],
+    ids=["images", "responses", "first keys", "padding", "corners", "step"],
+)
+def test_refinement_cuts_where_a_rectangle_hides_pairs(
+    mask: Mask, queries: list[int], keys: list[int]
+) -> None:
+    """First tokens of the segments. Reference: by hand. Diagonals end most rectangles themselves;
+    documents, and padding, stay apart."""
+    hops = plan_context(mask, (0, 1)).hops
+    assert hops.queries.position.tolist() == queries
+    assert hops.keys.position.tolist() == keys
+    for mode in MODES:
+        covered = coverage(plans_of(mask, 3, "zigzag"), mode, 16, 64)
+        np.testing.assert_array_equal(covered, mask.dense())
+
+
 DILATED = [[0, 300, 0, 300, -250, -100], [0, 300, 0, 300, -50, -20], [0, 300, 0, 300, 7, 40]]
 
 

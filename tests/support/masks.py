@@ -12,6 +12,15 @@ from hypothesis import strategies as st
 from ringfa3.masks.mask import Mask
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 
+
+class Endless:
+    """Items without an end, as FlexAttention's BlockMask has them: whoever iterates fails."""
+
+    def __getitem__(self, index: int) -> int:
+        assert index < 9, "read on and on"
+        return index
+
+
 Dense = npt.NDArray[np.bool_]
 Span = tuple[int, int, int, int, int, int]
 
