@@ -21,6 +21,7 @@ import argparse
 import numpy as np
 
 from ringfa3 import plan_context
+from ringfa3.planning.exchange.launch_exchange import launch_of_hop
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.planning.placement.costs import Ints
 
@@ -82,7 +83,7 @@ def main() -> None:
         largest = np.mean([r[rule].max() for r in rows])
         ms = largest * ROW_BYTES / LINK * 1e3
         print(f"{rule:10} {mean:9.0f} rows, largest {largest:9.0f}, {ms:6.2f} ms")
-    launches = np.mean([exchange.launch_of_hop[-1] for exchange in draws])
+    launches = np.mean([launch_of_hop(exchange)[-1] for exchange in draws])
     print(f"{launches:.1f} launches for {asked.ranks - 1} hops of other ranks")
 
 

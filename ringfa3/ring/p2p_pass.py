@@ -1,6 +1,6 @@
 """A ring pass by messages: K/V go from their owner to each reader, and dK/dV back to the owner.
 
-Each launch attends to the K/V of one hop or several (`KVExchange.launch_of_hop`). K/V and float32
+Each launch attends to the K/V of one hop or several (`launch_of_hop`). K/V and float32
 dK/dV have two buffers each, for even and odd launches, whatever the world size.
 
 All transfers during a launch are one exchange: over NCCL a second one might find no free SM until
@@ -23,7 +23,7 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Packed, Uploads
 from ringfa3.pass_interface import Attend, HopTensors, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.kv_exchange import LaunchExchange, PeerRows
+from ringfa3.planning.exchange.launch_exchange import LaunchExchange, PeerRows
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.planning.tiling import Plan

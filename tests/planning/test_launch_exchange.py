@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringfa3.planning.context_plan import ContextPlan, plan_context
-from ringfa3.planning.kv_exchange import LaunchExchange, plan_ring
+from ringfa3.planning.exchange.launch_exchange import LaunchExchange, launch_of_hop
+from ringfa3.planning.kv_exchange import plan_ring
 from ringfa3.planning.sharding import Segments
 from ringfa3.planning.tile_schedule import concat_ranges, join_ranges
 from tests.planning.test_tiling import MODES, rectangles, tilings
@@ -118,7 +119,7 @@ def test_rows_of_a_launch_are_bounded(case: Case, world: int) -> None:
     largest block or of what is visible at one hop."""
     plans = replace(case, world=world).plans()
     exchange = plans[0].kv_exchange
-    launch = exchange.launch_of_hop
+    launch = launch_of_hop(exchange)
     assert (np.diff(launch) >= 0).all()
     assert (launch[1:] > 0).all()
     most = max(2 * exchange.block_rows.max() // 3, np.diff(exchange.visible).max())
@@ -140,13 +141,13 @@ def test_a_launch_joins_hops_that_fit(
 ) -> None:
     """Rank 3 of 8, 256 tokens each, contiguous."""
     plan = plan_context(2048, (3, 8), "contiguous", False, window)
-    assert plan.kv_exchange.launch_of_hop.tolist() == launches
+    assert launch_of_hop(plan.kv_exchange).tolist() == launches
     assert plan.by_messages().rows == rows
 
 
 def test_a_long_document_has_a_launch_for_each_hop() -> None:
     for world in (2, 3, 8):
-        launch = plan_context(1024 * world, (0, world)).kv_exchange.launch_of_hop
+        launch = launch_of_hop(plan_context(1024 * world, (0, world)).kv_exchange)
         assert launch.tolist() == list(range(world))
 
 
@@ -181,7 +182,7 @@ def test_two_runs_of_a_segment_leave_without_what_lies_between() -> None:
     around = Segments(*(np.array(x) for x in ([0, 1000], [1000, 1000], [0, 0], [0, 3000])))
     middle = Segments(*(np.array([x]) for x in (0, 2000, 0, 1000)))
     plan, exchange = plan_ring([around, middle], 1, 10, 10)
-    assert exchange.by_launch(plan, 1).sent[1].tolist() == [*range(10), *range(1990, 2000)]
+    assert LaunchExchange.of(exchange, plan, 1).sent[1].tolist() == [*range(10), *range(1990, 2000)]
 
 
 @given(

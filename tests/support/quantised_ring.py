@@ -19,7 +19,7 @@ from ringfa3.kernels.dispatch import QuantisedForward, select_quantised
 from ringfa3.kernels.quantise import TiledKV
 from ringfa3.kernels.quantised_reference import QuantisedReference
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.kv_exchange import LaunchExchange
+from ringfa3.planning.exchange.launch_exchange import LaunchExchange
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
