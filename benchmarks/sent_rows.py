@@ -21,7 +21,8 @@ import argparse
 import numpy as np
 
 from ringfa3 import plan_context
-from ringfa3.planning.exchange.launch_exchange import launch_of_hop
+from ringfa3.planning.exchange.landing import Landing
+from ringfa3.planning.exchange.launches import launch_of_step
 from ringfa3.planning.kv_exchange import KVExchange
 from ringfa3.planning.placement.costs import Ints
 
@@ -83,7 +84,7 @@ def main() -> None:
         largest = np.mean([r[rule].max() for r in rows])
         ms = largest * ROW_BYTES / LINK * 1e3
         print(f"{rule:10} {mean:9.0f} rows, largest {largest:9.0f}, {ms:6.2f} ms")
-    launches = np.mean([launch_of_hop(exchange)[-1] for exchange in draws])
+    launches = np.mean([launch_of_step(x, Landing.of(x, (0,) * asked.ranks))[-1] for x in draws])
     print(f"{launches:.1f} launches for {asked.ranks - 1} hops of other ranks")
 
 

@@ -133,8 +133,7 @@ class ContextPlan(TokenShards):
             return cast(ContextPlan, GraphPlan(self, group, self.window_size))
         key = weakref.ref(group)
         if key not in self._bound:
-            if self.layout == "zigzag" and np.count_nonzero(self.lengths) > 1:
-                warn_of_hosts(self.hosts, group)
+            warn_of_hosts(self.hosts, group)
             bound = copy.copy(self)  # the tables are shared, what `_register` makes is not
             bound._group = key
             self._bound = {g: p for g, p in self._bound.items() if g() is not None} | {key: bound}
@@ -233,13 +232,14 @@ class ContextPlan(TokenShards):
         """What this rank sends and receives by messages, and the spans of its launches.
 
         Args:
-            launch: (world,) the launch of each hop, default `launch_of_hop`.
+            launch: (steps,) the launch of each `HostRanks.step`, default `launch_of_step`.
             keys: ranks exchange whole tiles of so many keys.
         """
         key = keys, b"" if launch is None else launch.tobytes()
         if key not in self._launches:
             hops, exchange = (self.hops, self.kv_exchange) if keys == 1 else self._exchange(keys)
-            self._launches[key] = LaunchExchange.of(exchange, hops, self.rank, launch)
+            made = LaunchExchange.of(exchange, hops, self.rank, self.hosts, launch)
+            self._launches[key] = made
         return self._launches[key]
 
     @property

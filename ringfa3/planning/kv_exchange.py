@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.sharding import Segments
@@ -72,19 +73,15 @@ class KVExchange:
         """Whether each row of `published` follows the one before."""
         return bool((np.diff(self.published) == 1).all())
 
-    def runs(self, rank: int | None = None) -> Ints:
+    def runs(self, chosen: npt.NDArray[np.bool_] | None = None) -> Ints:
         """(n, 4): owner, hop, and the owner's local rows [begin, end) that go to the reader.
 
         Ordered by owner, hop and begin. Runs of one reader neither overlap nor touch.
 
-        rank: only what this rank sends or receives.
+        chosen: which `needs` count, all if None.
         """
-        world, needs = len(self.tokens), self.needs
-        if rank is not None:
-            owner, hop = needs[:2]
-            reader = owner + hop
-            needs = needs[:, (owner == rank) | (reader == rank) | (reader == rank + world)]
-        owner, hop, begin, end = needs
+        world = len(self.tokens)
+        owner, hop, begin, end = self.needs if chosen is None else self.needs[:, chosen]
         _, pair, begin, end = join_ranges(world * owner + hop, begin, end)
         return np.stack((*np.divmod(pair, world), begin, end), 1)
 

@@ -70,7 +70,7 @@ class OneDevice:
                 there = self.exchanges[(self.plan.rank - int(hop[1])) % self.plan.world]
                 (rows,) = (
                     sent[part.begin : part.end]
-                    for sent, leaving in zip(there.sent, there.leaving, strict=True)
+                    for sent, leaving in zip(there.direct.sent, there.direct.leaving, strict=True)
                     for part in leaving
                     if (part.hop, part.peer) == (int(hop[1]), self.plan.rank)
                 )
