@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringfa3 import ring_attn_func
+from ringfa3 import Mask, ring_attn_func
 from ringfa3.pass_interface import Attend, HopTensors
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.quantisation.key_tiles import KEY_TILE
@@ -112,7 +112,7 @@ def check_bounds(plans: list[ContextPlan], needs: Allowed) -> None:
     largest = 0
     for plan in plans:
         here = needs[:, plan._key_index]
-        far = [here[hosts == h].any(0).sum() for h in set(hosts.tolist()) - {hosts[plan.rank]}]
+        far = [here[hosts == h].any(0).sum() for h in set(plan.hosts) - {hosts[plan.rank]}]
         largest = max([largest, plan.kv_exchange.visible[plan.rank, :, 1].max(), *far])
     limit = max(2 * plans[0].kv_exchange.block_rows.max() // 3, largest)
     for plan in plans:
@@ -165,6 +165,15 @@ def test_masks(union: Union, hosts: tuple[int, ...], layout: str) -> None:
     given, world = union.mask(), len(hosts)
     plans = [plan_context(given, (rank, world), layout, hosts=hosts) for rank in range(world)]
     check(plans, union.dense())
+
+
+def test_the_ranks_of_a_host_share_what_lands() -> None:
+    """Exactly. Four hosts of two ranks; all attend to the 8 keys of each first rank. So rows of
+    three owners land on each host, on two ranks."""
+    first = [(0, 64, 16 * host, 16 * host + 8, -64, 64) for host in range(4)]
+    plans = [plan_context(Mask(first, 64), (r, 8), "contiguous", hosts=4) for r in range(8)]
+    landed = [sum(batch.rows for batch in plan.by_messages().batches) for plan in plans]
+    assert [sorted(landed[n : n + 2]) for n in range(0, 8, 2)] == [[8, 16]] * 4
 
 
 CASES = [
