@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import sent_rows
 from ringfa3 import plan_context
+from ringfa3.planning.exchange.landing import Landing
 from ringfa3.planning.kv_exchange import plan_ring
 from ringfa3.planning.sharding import Segments
 
@@ -36,12 +37,30 @@ def test_a_row_between_two_others_and_a_rank_between_owner_and_reader() -> None:
     assert wide["forwarded"].tolist() == [30, 20, 20, 20]
 
 
-def test_a_run_prints_three_rules(
+def test_rows_by_link() -> None:
+    """Exactly. Two hosts of two ranks, of 100 tokens each, all to all: a rank sends its rows to
+    three others, or to one on each host, and then passes on the rows of one owner."""
+    plan = plan_context(400, (0, 4), "contiguous", False, hosts=2)
+    found = sent_rows.by_link(plan.kv_exchange, Landing.of(plan.kv_exchange, plan.hosts))
+    assert {name: rows.tolist() for name, (rows, _) in found.items()} == {
+        "between hosts, direct": [200] * 4,
+        "between hosts, two levels": [100] * 4,
+        "inside hosts, direct": [100] * 4,
+        "inside hosts, two levels": [200] * 4,
+    }
+
+
+def test_a_run_prints_rules_and_links(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["rows", "--ranks", "4", "--tokens", "2048", "--draws", "1"])
+    monkeypatch.setattr("sys.argv", ["rows", "--ranks", "4", "--per-host", "2", "--draws", "1"])
     sent_rows.main()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:3]] == ["direct", "bounding", "forwarded"]
     rows = [int(line.split()[1]) for line in lines[:3]]
     assert 0 < rows[0] <= rows[1] <= rows[2]
+    assert [line.split(" rows")[0].rsplit(None, 1)[0] for line in lines[3:7]] == [
+        f"{link} hosts, {rule}"
+        for link in ("between", "inside")
+        for rule in ("direct", "two levels")
+    ]

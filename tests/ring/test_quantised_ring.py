@@ -326,6 +326,13 @@ def test_longer_shards_join_more_hops_in_a_launch(
     assert quantised_forward.launches(plan, group_size).tolist() == expected
 
 
+def test_rows_that_land_together_share_no_launch_with_others() -> None:
+    """Two hosts of three ranks, and three of two, with up to three steps in a launch."""
+    for hosts, expected in ((2, [0, 1, 1, 2, 2, 2]), (3, [0, 1, 2, 2, 3, 3])):
+        plan = plan_context(6 << 17, (0, 6), hosts=hosts)
+        assert quantised_forward.launches(plan, 8).tolist() == expected
+
+
 def _messages(group: Group) -> list[list[tuple[str, int]]]:
     """Of every exchange of K/V of a call whose launches join all hops: what, and to which peer."""
     q, k, v = inputs(0, 1024, (4, 2))
