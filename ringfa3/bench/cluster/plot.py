@@ -78,7 +78,7 @@ def draw(rows: Sequence[Row], options: Options, path: Path) -> Path:
     )
     heads = options.heads
     figure.suptitle(
-        f"Predicted, not measured: attention of a training step, {options.per_host} GPUs a host,\n"
+        f"Predicted, not measured: attention of a training step, hosts of {options.per_host},\n"
         f"{heads.heads}:{heads.kv_heads} heads of {heads.head_dim}, {options.seeds} batches",
         fontsize=10,
     )

@@ -19,8 +19,7 @@ CAPTION = (
     "work, tokens: fullest rank over mean; NVLink, NIC: GB that a GPU receives in a step of "
     "{layers} layers; buffers: GB for others' K/V and dK/dV.\n"
     "{forward:.0f} / {backward:.0f} TFLOP/s, NVLink {nvlink:g} GB/s, NIC {nic:g} GB/s a GPU, "
-    "{message:g} us a message; {per_host} GPUs a host, {heads}:{kv_heads} heads of "
-    "{head_dim}{window}."
+    "{message:g} us a message; hosts of {per_host}; {heads}:{kv_heads} heads of {head_dim}{window}."
 )
 
 
@@ -60,7 +59,7 @@ def table(rows: Sequence[Row], options: Options) -> Table:
                 row.limit,
                 _ratio(row.work),
                 _ratio(row.tokens),
-                *(f"{x:.3g}" if x else "0" for x in (row.nvlink_gb, row.nic_gb, row.held_gb)),
+                *map(_gigabytes, (row.nvlink_gb, row.nic_gb, row.held_gb)),
                 style="" if row.strategy in OWN else "dim",
             )
         found.add_section()
@@ -83,6 +82,10 @@ def summary(rows: Sequence[Row]) -> list[str]:
 def _cases(rows: Sequence[Row]) -> list[tuple[tuple[str, int], list[Row]]]:
     by_case = itertools.groupby(rows, key=lambda row: (row.mix, row.gpus))
     return [(case, list(group)) for case, group in by_case]
+
+
+def _gigabytes(x: float) -> str:
+    return f"{x:.3g}" if 0 < x < 100 else f"{x:.0f}"
 
 
 def _ratio(x: float) -> str:
