@@ -15,6 +15,7 @@ from ringfa3.bench.cluster.strategies import (
     direct,
     flat_ring,
     static_groups,
+    symmetric,
     two_levels,
     ulysses_ring,
 )
@@ -97,9 +98,21 @@ def test_static_groups_of_a_batch_with_one_long_document() -> None:
     assert predict(load, case.ideal, HEADS, Rates(1, 1, 1e30, 1e30, 0)).work == 68 * 4 / 161
     one_a_host = static_groups(batch(2048, 512, 256, 512, world=4, per_host=1), 2)
     assert one_a_host.nic.received.tolist() == [1024, 1024, 640, 640]
+    four = static_groups(batch(1024, world=4, per_host=4), 4)
+    assert four.blocks.tolist() == [1 + 8, 2 + 7, 3 + 6, 4 + 5]
     whole = static_groups(case, 1)
     assert whole.tokens.tolist() == [2048, 512, 256, 512]
     assert whole.nvlink.received.sum() == whole.held.sum() == 0
+
+
+def test_buffers_over_symmetric() -> None:
+    """Exactly. Of 16 chunks of 64 tokens a rank publishes at most two: 128 rows. Rank 0 gathers all
+    1024, which is more than a backward's own buffers."""
+    load = symmetric(batch(1024, world=8, per_host=8))
+    published, dkv_of_two_peers = 2 * 128 * 4096, 2 * 128 * 8192
+    assert load.held.tolist() == [published + dkv_of_two_peers + 1024 * 4096] * 8
+    assert load.nvlink.received[0] == 7 * 128
+    assert load.nvlink.sent[0] == 7 * 64  # its last chunk is for no other
 
 
 def test_ulysses_inside_hosts_and_a_ring_between() -> None:
