@@ -169,7 +169,7 @@ def ulysses_ring(batch: Batch) -> Load:
         blocks.repeat(per_host) * share,
         tokens,
         Traffic.none(batch.world),
-        Traffic(ring, ring, hops) if hosts > 1 else Traffic.none(batch.world),
+        Traffic(ring, ring, hops, True) if hosts > 1 else Traffic.none(batch.world),
         held * heads.row_bytes,
         # Q, K, V and O; then dO, dQ, dK and dV
         (moved * (2 * q_row + kv_row), moved * (2 * q_row + kv_row)),
@@ -202,7 +202,7 @@ def _ring_links(
     found = []
     for over in (~far_in, far_in):
         rows, count = received * over, messages * over
-        found.append(Traffic(rows, rows[after], np.maximum(count, count[after])))
+        found.append(Traffic(rows, rows[after], np.maximum(count, count[after]), True))
     return found[0], found[1]
 
 

@@ -52,15 +52,17 @@ class Heads:
 class Traffic:
     """What each rank moves over its links of one type in a forward, (world,) each.
 
-    A backward moves as many rows of K/V, and float32 dK/dV the other way.
+    A backward moves as many rows of K/V, and of float32 dK/dV.
 
     received, sent  rows of K/V
     messages        to or from a rank, whichever are more
+    rings           whether dK/dV follow K/V around a ring; else they go back the other way
     """
 
     received: Floats
     sent: Floats
     messages: Floats
+    rings: bool = False
 
     @classmethod
     def none(cls, world: int) -> Traffic:
@@ -70,16 +72,22 @@ class Traffic:
         """Of the rank that takes longest: a forward and a backward."""
         kv, grad, cost = heads.kv_bytes, heads.grad_bytes, self.messages * message
         forward = np.maximum(self.received, self.sent) * kv
-        inward = self.received * kv + self.sent * grad
-        outward = self.sent * kv + self.received * grad
+        arriving, leaving = self._grads
+        inward, outward = self.received * kv + arriving * grad, self.sent * kv + leaving * grad
         backward = np.maximum(inward, outward)
         times = forward / rate + cost, backward / rate + 2 * cost
         return float(times[0].max()), float(times[1].max())
 
     def received_bytes(self, heads: Heads) -> Floats:
         """(world,) of a forward and a backward together."""
-        moved: Floats = 2 * self.received * heads.kv_bytes + self.sent * heads.grad_bytes
+        moved: Floats = 2 * self.received * heads.kv_bytes + self._grads[0] * heads.grad_bytes
         return moved
+
+    @property
+    def _grads(self) -> tuple[Floats, Floats]:
+        """Rows of dK/dV that each rank receives and sends."""
+        ways = self.received, self.sent
+        return ways if self.rings else ways[::-1]
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,9 @@ def test_a_ring_that_forwards() -> None:
     assert moved(load.nvlink) == ([0, 640, 0, 640], [640, 0, 640, 0])
     assert moved(load.nic) == ([768, 0, 640, 0], [0, 640, 0, 768])
     assert load.nic.messages.tolist() == [3, 3, 3, 3]
+    # dK/dV follow K/V: the NIC of rank 3 sends 768 rows of each, that of rank 0 receives them.
+    assert load.nic.seconds(4096, 0, HEADS) == (768, 768 + 2 * 768)
+    assert load.nic.received_bytes(HEADS)[0] == 768 * (2 * 4096 + 8192)
 
 
 def test_static_groups_of_a_batch_with_one_long_document() -> None:
