@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from ringfa3.custom_op import require_no_compiler, untraced
 from ringfa3.masks.mask import Mask
+from ringfa3.planning.exchange.launch_exchange import LaunchExchange
 from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
 from ringfa3.planning.handles import from_handle, new_handle
-from ringfa3.planning.kv_exchange import KVExchange, LaunchExchange, plan_ring
+from ringfa3.planning.kv_exchange import KVExchange, plan_ring
 from ringfa3.planning.mask_shards import check_mask_tokens, one_sequence, partition_mask
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.placement.hosts import Hosts, find_hosts, warn_of_hosts
@@ -132,8 +133,7 @@ class ContextPlan(TokenShards):
             return cast(ContextPlan, GraphPlan(self, group, self.window_size))
         key = weakref.ref(group)
         if key not in self._bound:
-            if self.layout == "zigzag" and np.count_nonzero(self.lengths) > 1:
-                warn_of_hosts(self.hosts, group)
+            warn_of_hosts(self.hosts, group)
             bound = copy.copy(self)  # the tables are shared, what `_register` makes is not
             bound._group = key
             self._bound = {g: p for g, p in self._bound.items() if g() is not None} | {key: bound}
@@ -232,13 +232,14 @@ class ContextPlan(TokenShards):
         """What this rank sends and receives by messages, and the spans of its launches.
 
         Args:
-            launch: (world,) the launch of each hop, default `KVExchange.launch_of_hop`.
+            launch: (steps,) the launch of each `HostRanks.step`, default `launch_of_step`.
             keys: ranks exchange whole tiles of so many keys.
         """
         key = keys, b"" if launch is None else launch.tobytes()
         if key not in self._launches:
             hops, exchange = (self.hops, self.kv_exchange) if keys == 1 else self._exchange(keys)
-            self._launches[key] = exchange.by_launch(hops, self.rank, launch)
+            made = LaunchExchange.of(exchange, hops, self.rank, self.hosts, launch)
+            self._launches[key] = made
         return self._launches[key]
 
     @property
@@ -263,8 +264,7 @@ class ContextPlan(TokenShards):
         """Allowed (query, key) pairs of each rank's queries, over all hops."""
         work = []
         if self.mask is not None:
-            ranks = range(self.world)
-            return [int(self.mask.pairs_by_row[self.index_of(r)].sum()) for r in ranks]
+            return [int(self.mask.pairs_by_row[self.index_of(r)].sum()) for r in range(self.world)]
         for s in self.shards:
             length, end = self.lengths[s.sequence], s.position + s.length
             before = (pairs_before(p, length, *self.effective_window) for p in (end, s.position))

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.sharding import Segments
@@ -43,33 +44,6 @@ class GradReturn(NamedTuple):
     repeated: tuple[tuple[int, int], ...]
 
 
-class PeerRows(NamedTuple):
-    """Rows [begin, end) that go to a peer, or come from it, for a hop of the reader."""
-
-    hop: int
-    peer: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, eq=False)
-class LaunchExchange:
-    """What a rank sends and receives by messages. Each launch attends to one hop or several.
-
-    hops      spans of the launches, each in place of a hop. Key segments are cut to what arrives
-    rows      rows of each launch's K/V
-    arriving  for each launch: rows of its K/V that come from a peer. Their dK/dV go back
-    sent      for each launch of the readers: own rows that leave, hop by hop
-    leaving   for each launch: entries of `sent` that go to a peer. Their dK/dV come back
-    """
-
-    hops: Plan
-    rows: list[int]
-    arriving: list[list[PeerRows]]
-    sent: list[Ints]
-    leaving: list[list[PeerRows]]
-
-
 @dataclass(frozen=True, eq=False)
 class KVExchange:
     """Which K/V rows ranks exchange; on a grid of keys, which tiles of the grid.
@@ -99,89 +73,17 @@ class KVExchange:
         """Whether each row of `published` follows the one before."""
         return bool((np.diff(self.published) == 1).all())
 
-    def runs(self, rank: int | None = None) -> Ints:
+    def runs(self, chosen: npt.NDArray[np.bool_] | None = None) -> Ints:
         """(n, 4): owner, hop, and the owner's local rows [begin, end) that go to the reader.
 
         Ordered by owner, hop and begin. Runs of one reader neither overlap nor touch.
 
-        rank: only what this rank sends or receives.
-        """
-        world, needs = len(self.tokens), self.needs
-        if rank is not None:
-            owner, hop = needs[:2]
-            reader = owner + hop
-            needs = needs[:, (owner == rank) | (reader == rank) | (reader == rank + world)]
-        owner, hop, begin, end = needs
-        _, pair, begin, end = join_ranges(world * owner + hop, begin, end)
-        return np.stack((*np.divmod(pair, world), begin, end), 1)
-
-    @cached_property
-    def launch_of_hop(self) -> Ints:
-        """(world,) the launch that attends to each hop by messages: hop 0 alone, then several.
-
-        A rank sends and receives for a launch at most two thirds of the largest block, or what is
-        visible at one hop. So two buffers of arriving and one of leaving rows are no
-        more than two blocks, or three hops.
+        chosen: which `needs` count, all if None.
         """
         world = len(self.tokens)
-        owner, hop, begin, end = self.needs
-        rows = np.bincount(world * owner + hop, end - begin, world * world).astype(np.int64)
-        rows = np.minimum(rows.reshape(world, world), np.diff(self.visible)[..., 0])
-        hops = np.arange(world)
-        both = np.stack((rows, rows[(hops[:, None] - hops) % world, hops]))  # (2, rank, hop)
-        most = max(2 * self.block_rows.max() // 3, rows.max())
-        launch, held = np.zeros(world, np.int64), both[..., 0]
-        for t in range(1, world):
-            held = held + both[..., t]
-            opens = t == 1 or held.max() > most
-            held = both[..., t] if opens else held
-            launch[t] = launch[t - 1] + opens
-        return launch
-
-    def by_launch(self, hops: Plan, rank: int, launch: Ints | None = None) -> LaunchExchange:
-        """What a rank sends and receives by messages.
-
-        hops: spans of the rank. launch: (world,) of each hop, ascending, 0 for hop 0 alone;
-        default `launch_of_hop`.
-        """
-        launch = self.launch_of_hop if launch is None else launch
-        world = len(launch)
-        owner, hop, begin, end = self.runs(rank).T
-        (to,) = np.nonzero(owner == rank)
-        rows, _, leaving = _peer_rows(hop[to], (rank + hop[to]) % world, (end - begin)[to], launch)
-        own = concat_ranges(begin[to], (end - begin)[to])
-        sent = np.split(own, np.cumsum(rows)[:-1])
-        (mine,) = np.nonzero((owner + hop) % world == rank)
-        mine = mine[np.argsort(hop[mine], kind="stable")]
-        size = (end - begin)[mine]
-        rows, first, arriving = _peer_rows(hop[mine], owner[mine], size, launch)
-        rows[0] = self.tokens[rank]
-
-        at = (hop << 32)[mine] + begin[mine]
-        plan = self._cut_to_runs(hops, launch, at, first - begin[mine])
-        return LaunchExchange(plan, rows.tolist(), arriving, sent, leaving)
-
-    def _cut_to_runs(self, hops: Plan, launch: Ints, runs: Ints, shift: Ints) -> Plan:
-        """The spans of launches, of key segments that are cut to what arrives.
-
-        runs: (runs,) ascending, 2^32 * hop + the owner's first local row of each run that arrives.
-        shift: (runs,) from an owner's local row to the row in the launch's K/V.
-        """
-        b, k = hops.bands, hops.keys
-        (own,) = np.nonzero(hops.key_hop == 0)  # they stay whole
-        needed = b.key, *b.columns(hops.queries, k, max(self.grid, self.alignment))
-        whole = own, np.zeros_like(own), k.length[own]
-        joined, key, cut, last = join_ranges(*map(np.concatenate, zip(needed, whole, strict=True)))
-        joined, row, hop = joined[: len(b)], k.row[key], hops.key_hop[key]
-        (far,) = np.nonzero(hop)
-        local = (self.key_rows[key] + cut // self.grid)[far]
-        run = np.searchsorted(runs, (hop << 32)[far] + local, side="right") - 1
-        row[far] = self.grid * (local + shift[run])
-        keys = Segments(row, last - cut, k.sequence[key], k.position[key] + cut)
-        lo = np.maximum(b.lo - cut[joined], 1 - hops.queries.length[b.query])
-        hi = np.minimum(b.hi - cut[joined], keys.length[joined] - 1)
-        bands = Band(b.query, joined, lo, hi)
-        return Plan(hops.queries, keys, launch[hop], bands, int(launch[-1]) + 1)
+        owner, hop, begin, end = self.needs if chosen is None else self.needs[:, chosen]
+        _, pair, begin, end = join_ranges(world * owner + hop, begin, end)
+        return np.stack((*np.divmod(pair, world), begin, end), 1)
 
     def gathered_layout(self, rank: int) -> tuple[Ints, int]:
         """Where all K/V that a rank attends to lie in one buffer: (first, number of rows).
@@ -234,26 +136,6 @@ def _join_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
             begin = joined.pop()[0]
         joined.append((begin, end))
     return joined
-
-
-def _peer_rows(
-    hop: Ints, peer: Ints, size: Ints, launch: Ints
-) -> tuple[Ints, Ints, list[list[PeerRows]]]:
-    """Runs one after the other in a buffer for each launch, and those of each hop together.
-
-    hop, peer, size: (runs,) by ascending hop. launch: (world,) of each hop.
-
-    Returns:
-        Rows of each launch; the first row of each run; for each launch its hops.
-    """
-    rows = np.bincount(launch[hop], size, launch[-1] + 1).astype(np.int64)
-    first = np.cumsum(size) - size - (np.cumsum(rows) - rows)[launch[hop]]
-    parts: list[list[PeerRows]] = [[] for _ in rows]
-    for t, at in zip(*np.unique(hop, return_index=True), strict=True):
-        begin = int(first[at])
-        end = begin + int(size[hop == t].sum())
-        parts[launch[t]].append(PeerRows(int(t), int(peer[at]), begin, end))
-    return rows, first, parts
 
 
 class PlacedSegments(NamedTuple):

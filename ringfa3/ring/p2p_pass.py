@@ -1,7 +1,10 @@
 """A ring pass by messages: K/V go from their owner to each reader, and dK/dV back to the owner.
 
-Each launch attends to the K/V of one hop or several (`KVExchange.launch_of_hop`). K/V and float32
-dK/dV have two buffers each, for even and odd launches, whatever the world size.
+Each launch attends to the K/V of one hop or several (`launch_of_step`). K/V and float32 dK/dV have
+two buffers each, for even and odd launches, whatever the world size.
+
+Rows for another host land there first (`LaunchExchange`), in the exchange before the one that sends
+them on to their readers.
 
 All transfers during a launch are one exchange: over NCCL a second one might find no free SM until
 the kernel ends. Ranks have the same launches in the same order, so the messages of an exchange find
@@ -10,9 +13,9 @@ their peers in the exchange of the same number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import islice
 from typing import TypeAlias
 
 import torch
@@ -23,7 +26,7 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Packed, Uploads
 from ringfa3.pass_interface import Attend, HopTensors, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.kv_exchange import LaunchExchange, PeerRows
+from ringfa3.planning.exchange.launch_exchange import LaunchExchange, PeerRows, RowFlow
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.planning.tiling import Plan
@@ -34,9 +37,9 @@ KV, RETURN, STATISTICS = range(3)  # message tags
 Messages: TypeAlias = tuple[list[Message], list[Message]]  # sends and receives
 
 
-def start_exchange(transport: Transport, *messages: Messages) -> Exchange | None:
+def start_exchange(transport: Transport, messages: Sequence[Messages]) -> Exchange | None:
     """Starts all messages in one exchange; None if there are none."""
-    sends, receives = (list(chain(*groups)) for groups in zip(*messages, strict=True))
+    sends, receives = ([m for groups in messages for m in groups[n]] for n in range(2))
     return transport.exchange(sends, receives) if sends or receives else None
 
 
@@ -61,16 +64,95 @@ class _SentRows:
 _uploaded = Uploads[list[RowIndex]]("rows that messages send")
 
 
-def sent_rows(exchange: LaunchExchange, device: torch.device) -> list[RowIndex]:
-    """`exchange.sent`, for tensors on a device."""
-    if device.type != "cuda":
-        return RowIndex.of_each(exchange.sent, device)
-    make = partial(_SentRows, exchange.sent)
-    return _uploaded.get(exchange, CurrentStream.of(device), (), make)
+class FlowMessages:
+    """The messages of a `RowFlow`, in buffers that the caller gives.
+
+    scratch_rows  of a buffer for rows that leave and are not consecutive
+    """
+
+    def __init__(self, rank: int, flow: RowFlow, sent: Sequence[RowIndex], what: str) -> None:
+        """sent: `flow.sent`, for tensors on a device. what: for error messages."""
+        self._rank, self._flow, self._sent, self._what = rank, flow, sent, what
+        gathered = zip(flow.sent, sent, strict=True)
+        self.scratch_rows = max((len(s) for s, i in gathered if not i.consecutive), default=0)
+
+    @classmethod
+    def of(cls, exchange: LaunchExchange, device: torch.device, what: str) -> list[FlowMessages]:
+        """Of `exchange.flows`, for tensors on a device."""
+        sent = [rows for flow in exchange.flows for rows in flow.sent]
+        if device.type == "cuda":
+            make = partial(_SentRows, sent)
+            index = iter(_uploaded.get(exchange, CurrentStream.of(device), (), make))
+        else:
+            index = iter(RowIndex.of_each(sent, device))
+        names = what, f"{what} to land", f"landed {what}"
+        return [
+            cls(exchange.rank, flow, list(islice(index, len(flow.sent))), name)
+            for flow, name in zip(exchange.flows, names, strict=False)
+        ]
+
+    def send(
+        self,
+        group: int,
+        source: Sequence[torch.Tensor],
+        scratch: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        direction: str,
+    ) -> Messages:
+        """What sends rows of `source` to `into` on other ranks. Rows for this rank are copied.
+
+        source, into: the buffers of both ends, one tensor or more each.
+
+        Rows that are not consecutive are gathered, after all earlier messages have been sent.
+        """
+        leaving, arriving = self._flow.leaving[group], self._flow.arriving[group]
+        sent = list(map(self._sent[group].read, source, scratch)) if leaving else []
+        for x, y in zip(self._own(arriving, into), self._own(leaving, sent), strict=True):
+            x.copy_(y)
+        return self._of(leaving, sent, direction, KV), self._of(arriving, into, direction, KV)
+
+    def send_back(self, group: int, grads: torch.Tensor, returned: torch.Tensor) -> Messages:
+        """What returns the rows of `grads`, which other ranks receive in `returned`."""
+        arriving, leaving = self._flow.arriving[group], self._flow.leaving[group]
+        sends = self._of(arriving, [grads], "backward", RETURN)
+        return sends, self._of(leaving, [returned], "backward", RETURN)
+
+    def add(
+        self, group: int, grads: torch.Tensor, returned: torch.Tensor, to: torch.Tensor
+    ) -> None:
+        """Adds what `send_back` has returned, peer by peer, to the rows of `to` that were sent."""
+        for part in self._flow.leaving[group]:
+            rows = returned[part.begin : part.end]
+            if part.peer == self._rank:
+                (rows,) = self._own(self._flow.arriving[group], [grads])
+            self._sent[group].part(part.begin, part.end).add(rows, to)
+
+    def _own(self, rows: Sequence[PeerRows], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        own = [part for part in rows if part.peer == self._rank]
+        return [x[part.begin : part.end] for part in own for x in tensors]
+
+    def _of(
+        self, rows: Sequence[PeerRows], tensors: Sequence[torch.Tensor], direction: str, tag: int
+    ) -> list[Message]:
+        return [
+            Message(
+                x[part.begin : part.end],
+                part.peer,
+                f"{direction} hop {part.hop}: {self._what}",
+                tag,
+            )
+            for part in rows
+            if part.peer != self._rank
+            for x in tensors
+        ]
 
 
 class ArrivingKV:
-    """The K/V of a rank's launches, in buffers that launches use in turn."""
+    """The K/V of a rank's launches, in buffers that launches use in turn.
+
+    Landed rows have two buffers, for even and odd batches: one may land while the batch before it
+    goes on.
+    """
 
     def __init__(
         self,
@@ -81,62 +163,67 @@ class ArrivingKV:
     ) -> None:
         """local: the rank's own rows, (rows, ...) each, contiguous: K and V, or both in one."""
         self._exchange, self._local, self._pass_type = exchange, local, pass_type
-        self._sent = sent_rows(exchange, local[0].device)
-        rows = [max(exchange.rows[1:][n::num_buffers], default=0) for n in range(num_buffers)]
-        gathered = zip(exchange.sent, self._sent, strict=True)
-        rows.append(max(0 if index.consecutive else len(sent) for sent, index in gathered))
-        buffers = [[x.new_empty((n, *x.shape[1:])) for x in local] for n in rows]
-        *self._buffers, self._scratch = buffers
+        self._flows = FlowMessages.of(exchange, local[0].device, "K/V")
+        landed = [batch.rows for batch in exchange.batches]
+        self._buffers = self._new(exchange.rows[1:], num_buffers)
+        self._scratch = [self._new([flow.scratch_rows], 1)[0] for flow in self._flows]
+        self._landed = self._new(landed, 2) if landed else []
+
+    def _new(self, rows: Sequence[int], count: int) -> list[list[torch.Tensor]]:
+        """`count` buffers, which hold so many rows in turn."""
+        most = [max(rows[n::count], default=0) for n in range(count)]
+        return [[x.new_empty((n, *x.shape[1:])) for x in self._local] for n in most]
 
     def received(self, launch: int) -> list[torch.Tensor]:
         """(rows, ...) for each tensor of `local`: the K/V of a launch >= 1."""
         buffers = self._buffers[(launch - 1) % len(self._buffers)]
         return [x[: self._exchange.rows[launch]] for x in buffers]
 
-    def messages(self, launch: int) -> Messages:
-        """What brings the K/V of a launch >= 1; none for the launch after the last.
-
-        Rows that are not consecutive are gathered, after all earlier messages have been sent.
-        """
-        if launch == len(self._exchange.rows):
-            return [], []
-        leaving, arriving = self._exchange.leaving[launch], self._exchange.arriving[launch]
-        sent = map(self._sent[launch].read, self._local, self._scratch) if leaving else ()
-        return self._of(leaving, list(sent)), self._of(arriving, self.received(launch))
-
-    def _of(self, rows: Sequence[PeerRows], tensors: Sequence[torch.Tensor]) -> list[Message]:
-        return [
-            Message(
-                x[part.begin : part.end], part.peer, f"{self._pass_type} hop {part.hop}: K/V", KV
-            )
-            for part in rows
-            for x in tensors
-        ]
+    def messages(self, launch: int) -> list[Messages]:
+        """What brings the K/V of a launch >= 1, and what lands for the next one; none for the
+        launch after the last."""
+        exchange, found = self._exchange, []
+        if launch < len(exchange.rows):
+            direct = self._local, self._scratch[0], self.received(launch)
+            found.append(self._flows[0].send(launch, *direct, self._pass_type))
+        if (batch := exchange.landing_before(launch)) is not None:
+            landing = self._local, self._scratch[1], self._landed[batch % 2]
+            found.append(self._flows[1].send(batch, *landing, self._pass_type))
+        if (batch := exchange.landed_for(launch)) is not None:
+            onward = self._landed[batch % 2], self._scratch[2], self.received(launch)
+            found.append(self._flows[2].send(launch, *onward, self._pass_type))
+        return found
 
 
 class ReturningGradients:
     """The dK/dV of a backward pass, (rows, 2, hk, d), dK and dV of a row together.
 
-    In the accumulation dtype. A launch stores them, and they return to the owners of the keys while
-    the next one runs. An owner adds them launch by launch, in the order of the hops. So the order
-    of each sum is the same in every run.
+    In the accumulation dtype. A launch stores them, and they return while the next one runs: to the
+    owners of the keys, or to the landing rank. This adds up those of a batch, and sends the sums to
+    the owners after the batch's last launch. All adds follow the order of launches, then that of
+    peers. So the order of each sum is the same in every run.
 
     local        (local_keys, 2, hk, d): of this rank's own keys
     first_heads  KV heads of `local` that are stored before the hops; 0: all
     """
 
     def __init__(self, k: torch.Tensor, exchange: LaunchExchange) -> None:
-        self._exchange, self._sent = exchange, sent_rows(exchange, k.device)
+        self._exchange = exchange
+        self._flows = FlowMessages.of(exchange, k.device, "dK/dV")
         shape, dtype = (2, *k.shape[1:]), accum_dtype(k.dtype)
         self.local = k.new_empty((len(k), *shape), dtype=dtype)
         rows = [max(exchange.rows[1:][n::2], default=0) for n in range(2)]
         self._buffers = [k.new_empty((n, *shape), dtype=dtype) for n in rows]
-        self._returned = k.new_empty((max(map(len, exchange.sent)), *shape), dtype=dtype)
+        rows = [max(map(len, flow.sent)) for flow in exchange.flows]
+        self._returned = [k.new_empty((n, *shape), dtype=dtype) for n in rows]
+        if landed := [batch.rows for batch in exchange.batches]:
+            self._sums = k.new_empty((max(landed), *shape), dtype=dtype)
         # Without transfers in the last exchange there is nothing for the last heads to hide.
-        moves_last = len(exchange.rows) > 1 and (exchange.leaving[-1] or exchange.arriving[-1])
-        self.first_heads = LocalHeads.of(k).first if moves_last else 0
+        moves_last = exchange.direct.leaving[-1] or exchange.direct.arriving[-1] or landed
+        self.first_heads = LocalHeads.of(k).first if len(exchange.rows) > 1 and moves_last else 0
         self._last_heads = self.local[:, :, self.first_heads :]
-        self._adds_last_heads = bool(self.first_heads) and any(exchange.leaving[:-1])
+        returns = any(exchange.direct.leaving[:-1]) or any(exchange.landing.leaving)
+        self._adds_last_heads = bool(self.first_heads) and returns
         if self._adds_last_heads:  # contributions arrive before these heads are stored
             self._last_heads.zero_()
 
@@ -146,27 +233,38 @@ class ReturningGradients:
             return self.local
         return self._buffers[(launch - 1) % 2][: self._exchange.rows[launch]]
 
-    def messages(self, launch: int) -> Messages:
-        """What returns the dK/dV of a launch to their owners; none for launches < 1."""
+    def messages(self, launch: int) -> list[Messages]:
+        """What returns the dK/dV of a launch, and the sums of the batch that ended before it; none
+        for launches < 1."""
         if launch < 1:
-            return [], []
-        exchange = self._exchange
-        rows = (self.of_launch(launch), exchange.arriving), (self._returned, exchange.leaving)
-        sends, receives = (
-            [
-                Message(x[p.begin : p.end], p.peer, f"backward hop {p.hop}: dK/dV", RETURN)
-                for p in parts[launch]
-            ]
-            for x, parts in rows
-        )
-        return sends, receives
+            return []
+        return [
+            flow.send_back(group, grads, returned)
+            for flow, group, grads, returned, _ in self._moves(launch)
+        ]
 
     def add(self, launch: int) -> None:
-        """Adds the rows that `messages` of a launch have returned, hop by hop."""
+        """Adds the rows that `messages` of a launch have returned."""
         if launch < 1:
             return
-        for _, _, begin, end in self._exchange.leaving[launch]:
-            self._sent[launch].part(begin, end).add(self._returned[begin:end], self.local)
+        batch = self._exchange.landed_for(launch)
+        if batch is not None and self._exchange.batches[batch].first == launch:
+            self._sums.zero_()  # after all sums of the batch before have left
+        for flow, group, grads, returned, to in self._moves(launch):
+            flow.add(group, grads, returned, to)
+
+    def _moves(
+        self, launch: int
+    ) -> Iterator[tuple[FlowMessages, int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The flows that return rows after a launch: group, rows to return, those returned, and
+        where to add them."""
+        exchange, returned = self._exchange, self._returned
+        if launch < len(exchange.rows):
+            yield self._flows[0], launch, self.of_launch(launch), returned[0], self.local
+        if exchange.landed_for(launch) is not None:
+            yield self._flows[2], launch, self.of_launch(launch), returned[2], self._sums
+        if (batch := exchange.summed_after(launch)) is not None:
+            yield self._flows[1], batch, self._sums, returned[1], self.local
 
     def last_heads(self) -> torch.Tensor:
         """(local_keys, 2, heads, d) for the heads that come last, to be stored."""
@@ -213,10 +311,10 @@ class P2PRingPass:
         """As `RingPass.run`. Hop 0 comes first; some of its KV heads may come last."""
         backward = self._pass_type == "backward"
         for launch in range(len(self._exchange.rows)):
-            messages = [self._kv.messages(launch + 1)]
+            messages = self._kv.messages(launch + 1)
             if backward:
-                messages.append(self._grads.messages(launch - 1))
-            moving = start_exchange(self._transport, *messages)
+                messages += self._grads.messages(launch - 1)
+            moving = start_exchange(self._transport, messages)
             kv = self._kv.received(launch) if launch else self._local
             dkv = self._grads.of_launch(launch).unbind(1) if backward else ()
             heads = slice(0, self.first_heads if launch == 0 and self.first_heads else None)
@@ -229,7 +327,8 @@ class P2PRingPass:
             self._finish_backward(attend)
 
     def _finish_backward(self, attend: Attend) -> None:
-        """The last rows return while the other heads of the own keys are computed."""
+        """The last rows return while the other heads of the own keys are computed. Then landing
+        ranks send the last sums."""
         del self._kv  # whose memory the last heads may take
         grads, last = self._grads, len(self._exchange.rows) - 1
         moving = start_exchange(self._transport, grads.messages(last))
@@ -238,9 +337,11 @@ class P2PRingPass:
             local = [x[:, self.first_heads :] for x in self._local]
             attend(0, HopTensors.of((*local, *stored.unbind(1)), self.first_heads))
             grads.add_last_heads(stored)
-        if moving is not None:
-            moving.wait()
-        grads.add(last)
+        for launch in (last, last + 1):
+            if moving is not None:
+                moving.wait()
+            grads.add(launch)
+            moving = start_exchange(self._transport, grads.messages(launch + 1))
         dtype = self._local[0].dtype
         local_kv = select_local_kv(self._pass_type, self._local[0], self._plan, self.precision)
         self.grads = local_kv.round_gradients(grads.local, None, dtype)

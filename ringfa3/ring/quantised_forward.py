@@ -4,9 +4,9 @@ Means and the scale of V are those of all ranks' K/V, so that the partial output
 have one scale. Ranks exchange whole tiles of KEY_TILE keys, each with its scales: a byte for each
 number of K and, in "fp8", of V.
 
-Tiles go from their owner to the ranks that attend to them, and a multi-hop launch attends to those
-of several hops. Each launch after the first reads and writes partial outputs in float32, four bytes
-for each number of O.
+Tiles go from their owner to the ranks that attend to them, between hosts over a landing rank. A
+multi-hop launch attends to those of several hops. Each launch after the first reads and writes
+partial outputs in float32, four bytes for each number of O.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ringfa3.kernels.dispatch import QuantisedForward, select_quantised
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.masks.spans import attended
 from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.exchange.landing import HostRanks
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
@@ -134,15 +135,22 @@ def gather_centres(
 
 
 def launches(plan: ContextPlan, group_size: int) -> Ints:
-    """(world,) the launch that attends to each hop: hop 0 alone, the others evenly.
+    """(steps,) the launch that attends to each `HostRanks.step`: own keys alone, others evenly.
+
+    Steps whose rows land together share no launch with others.
 
     group_size: query heads per KV head.
     """
     rows = plan.total_tokens // plan.world * group_size
     most = min(max(rows // ROWS_PER_HOP, 1), MAX_HOPS)
-    remote = plan.world - 1
-    count = -(-remote // most)
-    return np.concatenate(([0], 1 + np.arange(remote) * count // remote))
+    ranks = HostRanks.of(plan.hosts)
+    hosts, per_host = ranks.ranks.shape
+    levels = [per_host - 1, *[per_host] * (hosts - 1)] if ranks.two_levels else [plan.world - 1]
+    launch = [np.zeros(1, np.int64)]
+    for steps in levels:
+        count = -(-steps // most)
+        launch.append(launch[-1][-1] + 1 + np.arange(steps) * count // steps)
+    return np.concatenate(launch)
 
 
 def gather_statistics(

@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringfa3.planning.context_plan import ContextPlan, plan_context
-from ringfa3.planning.kv_exchange import LaunchExchange, plan_ring
+from ringfa3.planning.exchange.landing import Landing
+from ringfa3.planning.exchange.launch_exchange import LaunchExchange, RowFlow
+from ringfa3.planning.exchange.launches import launch_of_step
+from ringfa3.planning.kv_exchange import plan_ring
 from ringfa3.planning.sharding import Segments
 from ringfa3.planning.tile_schedule import concat_ranges, join_ranges
 from tests.planning.test_tiling import MODES, rectangles, tilings
@@ -22,10 +25,16 @@ from tests.support.strategies import Case, cases, layouts, tiles
 WORLDS = st.integers(1, 8)
 
 
-def sent_rows(exchange: LaunchExchange, keys: int, world: int) -> np.ndarray:
-    """(world, keys) how often each own row goes to each rank."""
+def launches_of(plan: ContextPlan) -> np.ndarray:
+    """(steps,) the launch of each step; with one host (world,) of each hop."""
+    exchange = plan.kv_exchange
+    return launch_of_step(exchange, Landing.of(exchange, plan.hosts))
+
+
+def sent_rows(flow: RowFlow, keys: int, world: int) -> np.ndarray:
+    """(world, keys) how often each row of one buffer goes to each rank."""
     count = np.zeros((world, keys), int)
-    for rows, leaving in zip(exchange.sent, exchange.leaving, strict=True):
+    for rows, leaving in zip(flow.sent, flow.leaving, strict=True):
         for _, peer, begin, end in leaving:
             count[peer] += np.bincount(rows[begin:end], minlength=keys)
     return count
@@ -38,15 +47,15 @@ def launch_keys(plans: list[ContextPlan], rank: int) -> list[np.ndarray]:
     """
     exchange = plans[rank].by_messages()
     keys = [plans[rank]._key_index]
-    for launch, arriving in enumerate(exchange.arriving[1:], 1):
+    for launch, arriving in enumerate(exchange.direct.arriving[1:], 1):
         keys.append(np.full(exchange.rows[launch], -1))
         for hop, peer, begin, end in arriving:
             assert peer == (rank - hop) % len(plans)
             assert (keys[-1][begin:end] == -1).all(), "a row arrives twice"
             there = plans[peer].by_messages()
-            (sent,) = (part for part in there.leaving[launch] if part.hop == hop)
+            (sent,) = (part for part in there.direct.leaving[launch] if part.hop == hop)
             assert sent.peer == rank
-            rows = there.sent[launch][sent.begin : sent.end]
+            rows = there.direct.sent[launch][sent.begin : sent.end]
             keys[-1][begin:end] = plans[peer]._key_index[rows]
         assert (keys[-1] >= 0).all(), "a row of the buffer never arrives"
     return keys
@@ -57,7 +66,7 @@ def check_exchange(plans: list[ContextPlan], allowed: np.ndarray, m: int, n: int
     world = len(plans)
     covered = {mode: np.zeros(allowed.shape, int) for mode in MODES}
     for plan in plans:
-        sent = sent_rows(plan.by_messages(), plan.local_keys, world)
+        sent = sent_rows(plan.by_messages().direct, plan.local_keys, world)
         for peer in plans:
             pairs = allowed[np.ix_(peer.token_index.numpy(), plan._key_index)]
             needed = pairs.any(0) & (peer is not plan)
@@ -104,7 +113,7 @@ def test_whole_tiles_of_keys(case: Case, world: int, keys: int) -> None:
         shard = plan.shards[plan.rank]
         count = -(-shard.length // keys)
         first = np.repeat(shard.row, count) + keys * concat_ranges(np.zeros_like(count), count)
-        sent = sent_rows(plan.by_messages(None, keys), len(first), world)
+        sent = sent_rows(plan.by_messages(None, keys).direct, len(first), world)
         for peer in plans:
             pairs = allowed[np.ix_(peer.token_index.numpy(), plan._key_index)]
             needed = pairs.any(0) & (peer is not plan)
@@ -118,14 +127,14 @@ def test_rows_of_a_launch_are_bounded(case: Case, world: int) -> None:
     largest block or of what is visible at one hop."""
     plans = replace(case, world=world).plans()
     exchange = plans[0].kv_exchange
-    launch = exchange.launch_of_hop
+    launch = launches_of(plans[0])
     assert (np.diff(launch) >= 0).all()
     assert (launch[1:] > 0).all()
     most = max(2 * exchange.block_rows.max() // 3, np.diff(exchange.visible).max())
     for plan in plans:
         by_messages = plan.by_messages()
         assert len(by_messages.rows) == launch[-1] + 1
-        assert max([*by_messages.rows[1:], *map(len, by_messages.sent)]) <= most
+        assert max([*by_messages.rows[1:], *map(len, by_messages.direct.sent)]) <= most
 
 
 @pytest.mark.parametrize(
@@ -140,13 +149,13 @@ def test_a_launch_joins_hops_that_fit(
 ) -> None:
     """Rank 3 of 8, 256 tokens each, contiguous."""
     plan = plan_context(2048, (3, 8), "contiguous", False, window)
-    assert plan.kv_exchange.launch_of_hop.tolist() == launches
+    assert launches_of(plan).tolist() == launches
     assert plan.by_messages().rows == rows
 
 
 def test_a_long_document_has_a_launch_for_each_hop() -> None:
     for world in (2, 3, 8):
-        launch = plan_context(1024 * world, (0, world)).kv_exchange.launch_of_hop
+        launch = launches_of(plan_context(1024 * world, (0, world)))
         assert launch.tolist() == list(range(world))
 
 
@@ -157,19 +166,18 @@ def test_nothing_leaves_for_documents_that_lie_on_one_rank(layout: str) -> None:
     for rank in range(4):
         exchange = plan_context(cu, (rank, 4), layout).by_messages()
         assert exchange.rows == [3200, 0]
-        assert not any(exchange.leaving + exchange.arriving)
-        assert not any(map(len, exchange.sent))
+        assert not any(exchange.direct.leaving + exchange.direct.arriving)
+        assert not any(map(len, exchange.direct.sent))
 
 
 @pytest.mark.parametrize("window", [0, 1, 7, 100, 256, 300, 1000])
 def test_a_window_moves_its_own_width(window: int) -> None:
     """Contiguous and causal, 1,024 tokens on 4 ranks: exactly the window's rows, hop by hop."""
     for rank in range(4):
-        arriving = plan_context(
-            1024, (rank, 4), "contiguous", window_size=(window, 0)
-        ).by_messages()
+        plan = plan_context(1024, (rank, 4), "contiguous", window_size=(window, 0))
+        arriving = plan.by_messages().direct.arriving
         rows = [0] * 4
-        for hop, _, begin, end in (run for runs in arriving.arriving for run in runs):
+        for hop, _, begin, end in (run for runs in arriving for run in runs):
             rows[hop] += end - begin
         left = [max(0, min(window - 256 * (hop - 1), 256)) for hop in range(1, 4)]
         assert rows == [0, *(n if hop <= rank else 0 for hop, n in enumerate(left, 1))]
@@ -181,7 +189,10 @@ def test_two_runs_of_a_segment_leave_without_what_lies_between() -> None:
     around = Segments(*(np.array(x) for x in ([0, 1000], [1000, 1000], [0, 0], [0, 3000])))
     middle = Segments(*(np.array([x]) for x in (0, 2000, 0, 1000)))
     plan, exchange = plan_ring([around, middle], 1, 10, 10)
-    assert exchange.by_launch(plan, 1).sent[1].tolist() == [*range(10), *range(1990, 2000)]
+    assert LaunchExchange.of(exchange, plan, 1, (0, 0)).direct.sent[1].tolist() == [
+        *range(10),
+        *range(1990, 2000),
+    ]
 
 
 @given(

@@ -164,7 +164,7 @@ def test_a_long_document_is_never_held_whole(pass_type: str) -> None:
     """16 ranks and a document of 2^20 tokens: the rank with its last tokens attends to 15 blocks of
     64k rows and holds two of them."""
     made, plan = _kv_rows(1 << 20, 0, pass_type)
-    rows = [end - begin for parts in plan.by_messages().arriving for *_, begin, end in parts]
+    rows = [end - begin for parts in plan.by_messages().direct.arriving for *_, begin, end in parts]
     assert rows == [65536] * 15
     assert made == [65536, 65536, 0]
 

@@ -19,7 +19,7 @@ from ringfa3.kernels.dispatch import QuantisedForward, select_quantised
 from ringfa3.kernels.quantise import TiledKV
 from ringfa3.kernels.quantised_reference import QuantisedReference
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.kv_exchange import LaunchExchange
+from ringfa3.planning.exchange.launch_exchange import LaunchExchange
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.formats import FORMATS
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
@@ -70,7 +70,7 @@ class OneDevice:
                 there = self.exchanges[(self.plan.rank - int(hop[1])) % self.plan.world]
                 (rows,) = (
                     sent[part.begin : part.end]
-                    for sent, leaving in zip(there.sent, there.leaving, strict=True)
+                    for sent, leaving in zip(there.direct.sent, there.direct.leaving, strict=True)
                     for part in leaving
                     if (part.hop, part.peer) == (int(hop[1]), self.plan.rank)
                 )

@@ -95,14 +95,13 @@ def loads(batch: Batch, cp: Sequence[int]) -> dict[str, Load]:
 def direct(batch: Batch) -> Load:
     """Each row goes from its owner straight to every rank that needs it."""
     rows = rows_to(batch.plan.kv_exchange, np.arange(batch.world))
-    held = held_by_messages(batch.plan.kv_exchange).astype(float) * batch.heads.row_bytes
-    return Load(*batch.placed, *_by_link(batch, rows), held)
+    return Load(*batch.placed, *_by_link(batch, rows), _held(batch, [0] * batch.world))
 
 
 def two_levels(batch: Batch) -> Load:
     """Each row crosses once per destination host, over all NICs alike, then goes over NVLink.
 
-    A row lands on any rank of a host alike. Buffers hold all rows that arrive, at once.
+    A row lands on any rank of a host alike.
     """
     exchange, host, per_host = batch.plan.kv_exchange, batch.host, batch.per_host
     to_rank = rows_to(exchange, np.arange(batch.world)).astype(float)
@@ -122,8 +121,7 @@ def two_levels(batch: Batch) -> Load:
     arrives = to_host.sum(0)[host] / per_host
     pairs = np.maximum((to_host > 0).sum(0)[host], _by_host(batch, (to_host > 0).sum(1)))
     nic = Traffic(arrives, _by_host(batch, to_host.sum(1)) / per_host, pairs / per_host)
-    held = (to_rank.sum(0) + arrives) * batch.heads.row_bytes
-    return Load(*batch.placed, nvlink, nic, held)
+    return Load(*batch.placed, nvlink, nic, _held(batch, batch.plan.hosts))
 
 
 def symmetric(batch: Batch) -> Load:
@@ -174,6 +172,12 @@ def ulysses_ring(batch: Batch) -> Load:
         # Q, K, V and O; then dO, dQ, dK and dV
         (moved * (2 * q_row + kv_row), moved * (2 * q_row + kv_row)),
     )
+
+
+def _held(batch: Batch, hosts: Sequence[int]) -> Floats:
+    """(world,) bytes of buffers by messages. hosts: as in `held_by_messages`."""
+    rows = held_by_messages(batch.plan.kv_exchange, hosts)
+    return rows.astype(float) * batch.heads.row_bytes
 
 
 def _by_link(batch: Batch, rows: Ints) -> tuple[Traffic, Traffic]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from ringfa3.planning.exchange.landing import Landing
+from ringfa3.planning.exchange.launches import launch_of_step
 from ringfa3.planning.kv_exchange import KVExchange
-from ringfa3.planning.placement.costs import Ints
+from ringfa3.planning.placement.costs import Bools, Ints
 from ringfa3.planning.tile_schedule import join_ranges
 
 
@@ -47,18 +51,36 @@ def forwarded_rows(exchange: KVExchange) -> Ints:
     return passing
 
 
-def held_by_messages(exchange: KVExchange) -> Ints:
-    """(world,) rows of all buffers of K/V, or of dK/dV: two of arriving rows, which launches use in
-    turn, and one of leaving rows."""
+def held_by_messages(exchange: KVExchange, hosts: Sequence[int]) -> Ints:
+    """(world,) rows of all buffers of K/V: two of arriving rows and one of leaving rows; and with
+    two levels, two of rows that land, one of those that leave to land, one of those that go on.
+
+    hosts: of each rank; where all are equal, owners send to all readers.
+    """
+    landing = Landing.of(exchange, tuple(hosts))
+    launch, ranks = launch_of_step(exchange, landing), landing.ranks
+    count, world, (host_count, most) = int(launch[-1]) + 1, len(ranks.host), ranks.ranks.shape
+
+    def by_launch(rank: Ints, launch: Ints, size: Ints, chosen: Bools) -> Ints:
+        """(world, launches) sums over the chosen runs."""
+        at = (count * rank + launch)[chosen]
+        rows = np.bincount(at, size[chosen], world * count)
+        return rows.astype(np.int64).reshape(world, count)
+
+    def in_two(rows: Ints) -> Ints:
+        """Of two buffers, which columns use in turn."""
+        return sum(rows[:, first::2].max(1, initial=0) for first in (0, 1))  # type: ignore[return-value]
+
     owner, hop, begin, end = exchange.runs().T
-    world, launch = len(exchange.tokens), exchange.launch_of_hop[hop]
-    launches = int(exchange.launch_of_hop[-1]) + 1
+    reader, size = (owner + hop) % world, end - begin
+    at, via = launch[ranks.step(owner, reader)], landing.rank[owner, ranks.host[reader]]
+    arriving = by_launch(reader, at, size, via >= -1)
+    held = in_two(arriving[:, 1:]) + by_launch(owner, at, size, via < 0).max(1)
+    held = held + by_launch(via, at, size, via >= 0).max(1)
 
-    def by_launch(rank: Ints) -> Ints:
-        rows = np.bincount(rank * launches + launch, end - begin, world * launches)
-        return rows.astype(np.int64).reshape(world, launches)
-
-    arriving, leaving = by_launch((owner + hop) % world), by_launch(owner).max(1)
-    of_parity = (arriving[:, first::2].max(1, initial=0) for first in (1, 2))
-    rows: Ints = sum(of_parity, leaving)
-    return rows
+    owner, host, begin, end = landing.runs.T
+    to, size = landing.rank[owner, host], end - begin
+    at = launch[most * ((host - ranks.host[owner]) % host_count)]  # a batch lands for one launch
+    landed = by_launch(to, at, size, to >= 0)
+    held = held + in_two(landed[:, np.unique(at[to >= 0])])
+    return np.asarray(held + by_launch(owner, at, size, to >= 0).max(1))

@@ -71,8 +71,6 @@ def test_one_document_on_two_hosts() -> None:
     # Half of what a rank needs from the other host lands on its neighbour.
     assert moved(load.nvlink) == ([512, 384, 384, 256], [384, 512, 256, 384])
     assert load.nic.messages.tolist() == [1, 1, 1, 1]
-    # Rank 0 needs chunks 1 to 6; and 256 rows land on it.
-    assert load.held[0] == (768 + 256) * 12288
 
 
 def test_a_ring_that_forwards() -> None:
