@@ -14,8 +14,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringfa3 import Mask, ring_attn_func
 from ringfa3.pass_interface import Attend, HopTensors
 from ringfa3.planning.context_plan import ContextPlan, plan_context
+from ringfa3.quantisation.key_tiles import KEY_TILE
+from ringfa3.ring import quantised_forward
 from ringfa3.ring.p2p_pass import KV, RETURN, P2PRingPass
 from tests.planning.test_tiling import rectangles
 from tests.ring.test_p2p_pass import Sent
@@ -66,20 +69,30 @@ def check_forward(plans: list[ContextPlan], allowed: Allowed) -> Counter[tuple[i
 
 
 def check_backward(plans: list[ContextPlan], allowed: Allowed) -> Counter[tuple[int, int, int]]:
-    """A reader stores 2^rank as dK and dV of a key: sums are exact and have a bit for each reader.
-    Returns rows sent by tag, sender, receiver."""
+    """Tiles cover exactly the pairs of the mask. They store 2^rank as dK and dV of their keys: sums
+    are exact and have a bit for each reader. Returns rows sent by tag, sender, receiver."""
+    covered = np.zeros((2, *allowed.shape), int)  # by head
 
-    def attend(plan: ContextPlan, _: P2PRingPass) -> Attend:
-        def launch(_: int, tensors: HopTensors) -> None:
+    def attend(plan: ContextPlan, ring: P2PRingPass) -> Attend:
+        tilings = ring.hops.backward(4, 8, True)
+        queries = plan.token_index.numpy()
+
+        def launch(hop: int, tensors: HopTensors) -> None:
             assert not tensors.k.isnan().any(), "rows are read before they have come"
             assert tensors.dk is not None
             assert tensors.dv is not None
-            tensors.dk.fill_(2**plan.rank)
-            tensors.dv.fill_(2**plan.rank)
+            keys = tensors.k[:, 0, 0].numpy().astype(int) - NUMBER
+            for tile in tilings[hop].tiles:
+                stored = slice(tile["row0"], tile["row0"] + tile["rows"])
+                tensors.dk[stored], tensors.dv[stored] = 2**plan.rank, 2**plan.rank
+                for _, rows, columns, pairs in rectangles(tilings[hop], tile, "backward"):
+                    for head in range(tensors.first_head, tensors.first_head + tensors.k.shape[1]):
+                        covered[head][np.ix_(queries[rows], keys[columns])] += pairs
 
         return launch
 
     rings, links = run_passes(plans, "backward", numbers, attend)
+    np.testing.assert_array_equal(covered, np.stack((allowed, allowed)))
     readers = [allowed[plan.token_index.numpy()].any(0) for plan in plans]
     bits = np.sum([2**rank * needs for rank, needs in enumerate(readers)], 0)
     for plan, ring in zip(plans, rings, strict=True):
@@ -92,11 +105,31 @@ def check_backward(plans: list[ContextPlan], allowed: Allowed) -> Counter[tuple[
     return links.sent
 
 
+def check_bounds(plans: list[ContextPlan], needs: Allowed) -> None:
+    """No buffer has more rows than two thirds of the largest block, or the rows of an owner that
+    one rank or one host attends to. needs: (ranks, all keys)."""
+    hosts = np.array(plans[0].hosts)
+    largest = 0
+    for plan in plans:
+        here = needs[:, plan._key_index]
+        far = [here[hosts == h].any(0).sum() for h in set(plan.hosts) - {hosts[plan.rank]}]
+        largest = max([largest, plan.kv_exchange.visible[plan.rank, :, 1].max(), *far])
+    limit = max(2 * plans[0].kv_exchange.block_rows.max() // 3, largest)
+    for plan in plans:
+        moved = plan.by_messages()
+        both = zip(moved.direct.sent, moved.onward.sent, strict=True)
+        leaving = [len(own) + len(landed) for own, landed in both]
+        landing = [*map(len, moved.landing.sent), *(batch.rows for batch in moved.batches)]
+        assert max([*moved.rows[1:], *leaving, *landing]) <= limit
+
+
 def check(plans: list[ContextPlan], allowed: Allowed) -> None:
     """Exactly: pairs of the forward, sums of the backward, and rows between each two hosts."""
     hosts = np.array(plans[0].hosts)
     needs = np.array([allowed[plan.token_index.numpy()].any(0) for plan in plans])
     count = hosts.max() + 1
+    if len(set(np.bincount(hosts).tolist())) == 1:
+        check_bounds(plans, needs)
     expected = np.zeros((count, count), int)
     for plan in plans:
         for host in set(range(count)) - {plan.hosts[plan.rank]}:
@@ -132,6 +165,15 @@ def test_masks(union: Union, hosts: tuple[int, ...], layout: str) -> None:
     given, world = union.mask(), len(hosts)
     plans = [plan_context(given, (rank, world), layout, hosts=hosts) for rank in range(world)]
     check(plans, union.dense())
+
+
+def test_the_ranks_of_a_host_share_what_lands() -> None:
+    """Exactly. Four hosts of two ranks; all attend to the 8 keys of each first rank. So rows of
+    three owners land on each host, on two ranks."""
+    first = [(0, 64, 16 * host, 16 * host + 8, -64, 64) for host in range(4)]
+    plans = [plan_context(Mask(first, 64), (r, 8), "contiguous", hosts=4) for r in range(8)]
+    landed = [sum(batch.rows for batch in plan.by_messages().batches) for plan in plans]
+    assert [sorted(landed[n : n + 2]) for n in range(0, 8, 2)] == [[8, 16]] * 4
 
 
 CASES = [
@@ -194,3 +236,42 @@ def test_two_hosts_of_two_ranks(ranks: Ranks) -> None:
 def test_more_hosts(hosts: tuple[int, ...]) -> None:
     """As with two hosts: 2 x 4, 4 x 2, 3 x 1 ranks, and unequal hosts in any order."""
     check_real(hosts, sacrifice(len(hosts), 20, _real, hosts, limit=60))
+
+
+def _quantised(group: dist.ProcessGroup) -> tuple[float, list[int], list[int]]:
+    """With one host and with two of two ranks: the largest difference of outputs; bytes that this
+    rank sends to ranks 0 and 1 from 2 and 3, or back; and the tiles of keys that it should."""
+    (q, k, v), _, _ = tensors(0, 600, (4, 2), 64, torch.float32)
+    outputs, crossed, tiles = [], [], []
+    for hosts in (1, 2):
+        plan = plan_context(600, group, hosts=hosts)
+        shards = [plan.shard(x) for x in (q, k, v)]
+        with Sent() as sent:
+            outputs.append(ring_attn_func(*shards, plan, precision="fp8"))
+        side = plan.rank // 2
+        far = (n for (tag, peer), n in sent.bytes.items() if tag == KV and peer // 2 != side)
+        crossed.append(sum(far))
+        exchange = plan.by_messages(quantised_forward.launches(plan, 2), KEY_TILE)
+        leaving = itertools.chain(*exchange.direct.leaving)
+        direct = sum(part.end - part.begin for part in leaving if part.peer // 2 != side)
+        tiles.append(direct + sum(map(len, exchange.landing.sent)))
+        if hosts == 2:
+            assert direct == 0
+            shared = int(exchange.between_hosts[side, 1 - side])
+    first, second = outputs
+    assert isinstance(first, torch.Tensor)
+    assert isinstance(second, torch.Tensor)
+    return worst([(first, second)]), crossed, [*tiles, shared]
+
+
+def test_tiles_of_8_bits_cross_once(ranks: Ranks) -> None:
+    """Outputs of one host, which differ by roundings of float32, to 1e-5; bytes exactly."""
+    results = ranks.run(4, _quantised)
+    assert max(error for error, *_ in results) < 1e-5
+    tile = results[0][1][0] // results[0][2][0]
+    for _, crossed, (*tiles, _) in results:
+        assert crossed == [tile * n for n in tiles]
+    for side in (0, 2):
+        here = results[side : side + 2]
+        assert sum(tiles[1] for _, _, tiles in here) == here[0][2][2]
+        assert sum(tiles[0] for _, _, tiles in here) > here[0][2][2]

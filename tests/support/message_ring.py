@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -27,28 +29,38 @@ LIMIT_S = 20.0
 
 @dataclass
 class Links:
-    """sent: rows by (tag, sender, receiver)."""
+    """sent: rows by (tag, sender, receiver). broken: a rank has failed."""
 
     sent: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     queues: dict[tuple[int, int, int], queue.SimpleQueue[torch.Tensor]] = field(
         default_factory=lambda: defaultdict(queue.SimpleQueue)
     )
     lock: Any = field(default_factory=threading.Lock)
+    broken: bool = False
 
     def queue(self, *link: int) -> queue.SimpleQueue[torch.Tensor]:
         with self.lock:
             return self.queues[link]
 
+    def receive(self, link: queue.SimpleQueue[torch.Tensor]) -> torch.Tensor:
+        """Waits for rows."""
+        end = time.monotonic() + LIMIT_S
+        while not self.broken and time.monotonic() < end:
+            with suppress(queue.Empty):
+                return link.get(timeout=0.05)
+        raise AssertionError("rows never come")
+
 
 @dataclass
 class _Exchange:
+    links: Links
     receives: list[tuple[torch.Tensor, queue.SimpleQueue[torch.Tensor]]]
     sends: list[tuple[torch.Tensor, torch.Tensor]]
 
     def wait(self) -> None:
         for tensor, link in self.receives:
             assert tensor.isnan().all(), "something was written where a message arrives"
-            tensor.copy_(link.get(timeout=LIMIT_S))
+            tensor.copy_(self.links.receive(link))
         for tensor, copy in self.sends:
             assert torch.equal(tensor, copy), "rows changed before they had left"
 
@@ -73,7 +85,8 @@ class Transport:
         for m in receives:
             m.tensor.fill_(torch.nan)
         links = [self.links.queue(m.tag, m.peer, self.rank) for m in receives]
-        return _Exchange(list(zip((m.tensor for m in receives), links, strict=True)), copies)
+        into = list(zip((m.tensor for m in receives), links, strict=True))
+        return _Exchange(self.links, into, copies)
 
 
 def run_passes(
@@ -91,8 +104,12 @@ def run_passes(
     def run(plan: ContextPlan) -> P2PRingPass:
         ring = P2PRingPass(Transport(plan.rank, links), plan, pass_type)  # type: ignore[arg-type]
         k = kv(plan)
-        ring.start(k, k.clone())
-        ring.run(attend(plan, ring))
+        try:
+            ring.start(k, k.clone())
+            ring.run(attend(plan, ring))
+        except BaseException:
+            links.broken = True
+            raise
         return ring
 
     new_empty = torch.Tensor.new_empty

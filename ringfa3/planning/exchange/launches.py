@@ -39,8 +39,8 @@ def launch_of_step(exchange: KVExchange, landing: Landing) -> Ints:
 
     limit = max(2 * exchange.block_rows.max() // 3, both.max(), lands.max())
     launch = np.zeros(hosts * most, np.int64)
-    number, full = 0, np.full((4, world), limit + 1)
-    held, landed = full, False
+    number, landed = 0, False
+    held = np.full((4, world), limit + 1)
     remote = np.arange(most, hosts * most).reshape(-1, most)
     for steps in [*([s] for s in range(1, most)), *remote.tolist()]:
         far = steps[0] // most
@@ -52,7 +52,7 @@ def launch_of_step(exchange: KVExchange, landing: Landing) -> Ints:
         held = held + added
         if added.max() > limit:
             launch[steps] += _split(both[:, steps], limit)
-            number, held = int(launch[steps[-1]]), full
+            number = int(launch[steps[-1]])  # `held` is above the limit, so the next steps open one
     return launch
 
 

@@ -64,7 +64,8 @@ def _processes_per_host() -> int:
     """As torchrun and train/slurm.py say, if each host has as many; else 0."""
     names = "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE"
     per_host, hosts, world = (int(os.environ.get(name) or 0) for name in names)
-    return per_host if per_host * hosts == world == dist.get_world_size() else 0
+    given = per_host and per_host * hosts == world == dist.get_world_size()
+    return per_host if given else 0
 
 
 def warn_of_hosts(hosts: tuple[int, ...], group: dist.ProcessGroup) -> None:

@@ -49,11 +49,12 @@ def test_a_row_counts_once_for_each_host() -> None:
     assert rows.tolist() == [[100, 100], [0, 100], [0, 100], [0, 0]]
 
 
+@pytest.mark.parametrize("documents", [1, 60])
 @pytest.mark.parametrize("hosts", [1, 2, 4, 8])
-def test_buffers_by_messages_are_those_of_the_launches(hosts: int) -> None:
+def test_buffers_by_messages_are_those_of_the_launches(hosts: int, documents: int) -> None:
     """Exactly. Reference: the rows that each rank's launches receive, send and pass on."""
     rng = np.random.default_rng(0)
-    cumulative = [0, *np.cumsum(rng.integers(1, 3000, 60)).tolist()]
+    cumulative = [0, *np.cumsum(rng.integers(1, 3000, documents)).tolist()]
     expected = []
     for rank in range(8):
         exchange = plan_context(cumulative, (rank, 8), hosts=hosts).by_messages()
