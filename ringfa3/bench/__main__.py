@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ringfa3.bench.attention.cases import HEAD_DIMS, HOST, OWN_IMPLEMENTATIONS, PEERS, SETS
+from ringfa3.bench.cluster.options import HELP, add_options, options
 from ringfa3.bench.common.scores import SCORES
 from ringfa3.bench.common.timing import SAMPLE_MS
 from ringfa3.bench.ring.cases import RING_SETS
@@ -176,6 +177,12 @@ def fp8(given: argparse.Namespace) -> int:
     )
 
 
+def cluster(given: argparse.Namespace) -> int:
+    from ringfa3.bench.cluster.run import run
+
+    return run(options(given))
+
+
 def tables(given: argparse.Namespace) -> int:
     from ringfa3.bench.tables.page import check_pages, write_pages
 
@@ -321,6 +328,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--out", type=Path, metavar="DIR", help="default runs/bench/fp8")
     p.add_argument("-q", "--quiet", action="store_true", help="print the summary line alone")
+    p = add("cluster", help="predicted steps on many GPUs, without one", description=HELP)
+    p.set_defaults(run=cluster, plot_only=None)
+    add_options(p)
     p = add("tables", help="write the tables of the pages in docs/", description=TABLES)
     p.set_defaults(run=tables, plot_only=None)
     p.add_argument(

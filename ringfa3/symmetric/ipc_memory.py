@@ -14,10 +14,11 @@ from contextlib import suppress
 import torch
 
 from ringfa3.errors import StepError
+from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.cuda_driver import DriverError
 from ringfa3.symmetric.signals import Gather, step_on_all_ranks
-from ringfa3.symmetric.stream_ops import Buffer
+from ringfa3.symmetric.stream_ops import Buffer, BufferSpec
 
 SHARED = (Buffer.KV_SHARED, Buffer.DKV_OUT)
 PRIVATE = (Buffer.KV_RECV, Buffer.DKV_SUM, Buffer.DKV_RECV)
@@ -85,6 +86,32 @@ def _release(
             release(at)
 
 
+def _slots(world: int) -> dict[Buffer, int]:
+    """The slots of each buffer: two of K/V that the rank publishes, two for blocks of peers."""
+    blocks = min(2, world - 1)
+    of_blocks = {Buffer.KV_RECV: blocks, Buffer.DKV_OUT: blocks}
+    return dict.fromkeys(Buffer, 1) | {Buffer.KV_SHARED: 2} | of_blocks
+
+
+def _sizes(slots: Mapping[Buffer, int], slot_bytes: Mapping[Buffer, int]) -> tuple[int, int]:
+    """Bytes of the shared and of the private allocation."""
+    size = {buffer: slots[buffer] * slot_bytes[buffer] for buffer in Buffer}
+    private = max(size[Buffer.KV_GATHERED], sum(size[buffer] for buffer in PRIVATE))
+    return sum(size[buffer] for buffer in SHARED), private
+
+
+def ring_bytes(plan: ContextPlan, k: torch.Tensor) -> int:
+    """Bytes of both allocations of a rank, for gathered forwards and backwards of a plan.
+
+    k: (tokens, hk, d), or a "meta" tensor.
+    """
+    slot = dict.fromkeys(Buffer, 0)
+    for pass_type in ("backward", "gathered"):
+        for buffer, size in BufferSpec(plan, pass_type, k).slot_bytes.items():
+            slot[buffer] = max(slot[buffer], size)
+    return sum(_sizes(_slots(plan.world), slot))
+
+
 class IpcMemory:
     """Buffers of one rank, and the addresses of its peers' shared buffers.
 
@@ -97,12 +124,7 @@ class IpcMemory:
 
     def __init__(self, rank: int, world: int, device: torch.device, gather: Gather) -> None:
         self.rank, self.device, self.gather = rank, device, gather
-        blocks = min(2, world - 1)  # of peers at a time
-        self._slots = dict.fromkeys(Buffer, 1) | {
-            Buffer.KV_SHARED: 2,
-            Buffer.KV_RECV: blocks,
-            Buffer.DKV_OUT: blocks,
-        }
+        self._slots = _slots(world)
         self._capacity = dict.fromkeys(Buffer, 0)  # bytes of a slot
         self._shared: IpcAllocation | None = None
         self._private: torch.Tensor | None = None
@@ -168,9 +190,8 @@ class IpcMemory:
         """Returns the handle of this rank's shared allocation."""
         self._shared = self._private = None
         self._pinned = False
-        size = {buffer: self._slots[buffer] * capacity[buffer] for buffer in Buffer}
-        self._shared = IpcAllocation(sum(size[buffer] for buffer in SHARED), self.device)
-        private = max(size[Buffer.KV_GATHERED], sum(size[buffer] for buffer in PRIVATE))
+        shared, private = _sizes(self._slots, capacity)
+        self._shared = IpcAllocation(shared, self.device)
         self._private = torch.empty(private, dtype=torch.uint8, device=self.device)
         return self._shared.handle
 

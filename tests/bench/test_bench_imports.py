@@ -1,4 +1,5 @@
-"""Packages of the benchmarks import one way: common <- attention, ring, fp8; these <- tables."""
+"""Packages of the benchmarks import one way: common <- attention, ring, fp8, cluster; these
+<- tables."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ ALLOWED = {
     "attention": {"common", "attention"},
     "ring": {"common", "ring"},
     "fp8": {"common", "fp8"},
+    "cluster": {"common", "cluster"},
     "tables": {"common", "attention", "ring", "tables"},
 }
 

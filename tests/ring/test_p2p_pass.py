@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.sent_rows import mix
 from ringfa3 import ContextPlan, plan_context, ring_attn_func
+from ringfa3.bench.cluster.mixes import DISTRIBUTIONS, Mix
 from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.ring.p2p import FakeTransport, GlooTransport, Message
 from ringfa3.ring.p2p_pass import KV, RETURN, P2PRingPass, _SentRows
@@ -171,7 +171,8 @@ def test_a_long_document_is_never_held_whole(pass_type: str) -> None:
 
 def test_launches_of_many_documents_hold_two_blocks() -> None:
     """16 ranks of 8k tokens, 100 documents of up to 32k: all buffers of K together."""
-    made, plan = _kv_rows(mix(16 * 8192, 0), 3, "forward")
+    lengths = Mix("magi8", DISTRIBUTIONS["magi"], 8192).draw(0, 16).tolist()
+    made, plan = _kv_rows(cumulative(lengths), 3, "forward")
     exchange = plan.kv_exchange
     largest = int(np.diff(exchange.visible).max())
     assert min(made) > 0

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ringfa3.kernels.backward import STATISTIC_WORDS
-from ringfa3.symmetric.stream_ops import Buffer, BufferSpec
+from ringfa3.symmetric.ipc_memory import ring_bytes
 from train.estimate.job import Job, parameters
 
 HALF, FULL = 2, 4  # bytes of a bfloat16 and of a float32
@@ -97,20 +97,13 @@ def offloaded_bytes(job: Job) -> int:
 
 
 def shared_bytes(job: Job) -> int:
-    """Bytes of a ring's buffers over NVLink, as ``ringfa3.symmetric.ipc_memory`` allocates them."""
+    """Bytes of a ring's buffers over NVLink."""
     cp, model = job.config.parallel.cp, job.config.model
     if cp == 1:
         return 0
     shape = (job.tokens, model.n_kv_heads, model.resolved_head_dim())
     k = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    slot = dict.fromkeys(Buffer, 0)
-    for pass_type in ("backward", "gathered"):
-        for buffer, size in BufferSpec(job.plan, pass_type, k).slot_bytes.items():
-            slot[buffer] = max(slot[buffer], size)
-    blocks = min(2, cp - 1)
-    shared = 2 * slot[Buffer.KV_SHARED] + blocks * slot[Buffer.DKV_OUT]
-    by_hops = blocks * slot[Buffer.KV_RECV] + slot[Buffer.DKV_SUM] + slot[Buffer.DKV_RECV]
-    return shared + max(slot[Buffer.KV_GATHERED], by_hops)
+    return ring_bytes(job.plan, k)
 
 
 def _outputs(job: Job) -> int:

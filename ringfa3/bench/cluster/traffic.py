@@ -1,0 +1,86 @@
+"""Counts the K/V rows that the ranks of a plan exchange, by the rule of each transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringfa3.planning.exchange.landing import Landing
+from ringfa3.planning.exchange.launches import launch_of_step
+from ringfa3.planning.kv_exchange import KVExchange
+from ringfa3.planning.placement.costs import Bools, Ints
+from ringfa3.planning.tile_schedule import join_ranges
+
+
+def rows_to(exchange: KVExchange, destination: Ints) -> Ints:
+    """(world, destinations) rows of each owner that readers of a destination need, each once.
+
+    destination: (world,) of each reader: its own number, or that of its host.
+    """
+    owner, hop, begin, end = exchange.needs
+    world, count = len(exchange.tokens), int(destination.max()) + 1
+    reader = (owner + hop) % world
+    _, pair, begin, end = join_ranges(owner * count + destination[reader], begin, end)
+    rows = np.bincount(pair, end - begin, world * count).astype(np.int64)
+    return rows.reshape(world, count)
+
+
+def bounding_rows(exchange: KVExchange) -> Ints:
+    """(world, world) rows of each owner in the one range of its block that a reader copies."""
+    rows = np.diff(exchange.visible)[..., 0]  # (owner, hop)
+    owner = np.arange(len(rows))
+    by_reader: Ints = rows[owner[:, None], (owner - owner[:, None]) % len(rows)]
+    return by_reader
+
+
+def forwarded_rows(exchange: KVExchange) -> Ints:
+    """(world, world) rows of each owner that pass a rank, if each goes around to its farthest
+    reader."""
+    world = len(exchange.tokens)
+    passing = np.zeros((world, world), np.int64)
+    owner, hop, begin, end = exchange.runs().T
+    hops = np.arange(1, world)
+    for rank, tokens in enumerate(exchange.tokens.tolist()):
+        farthest = np.zeros(tokens, np.int64)
+        mine = owner == rank
+        for t, a, b in zip(*(x[mine].tolist() for x in (hop, begin, end)), strict=True):
+            farthest[a:b] = t  # runs are ordered by hop
+        rows = tokens - np.searchsorted(np.sort(farthest), hops)
+        passing[rank, (rank + hops) % world] = rows
+    return passing
+
+
+def held_by_messages(exchange: KVExchange, hosts: Sequence[int]) -> Ints:
+    """(world,) rows of all buffers of K/V: two of arriving rows and one of leaving rows; and with
+    two levels, two of rows that land, one of those that leave to land, one of those that go on.
+
+    hosts: of each rank; where all are equal, owners send to all readers.
+    """
+    landing = Landing.of(exchange, tuple(hosts))
+    launch, ranks = launch_of_step(exchange, landing), landing.ranks
+    count, world, (host_count, most) = int(launch[-1]) + 1, len(ranks.host), ranks.ranks.shape
+
+    def by_launch(rank: Ints, launch: Ints, size: Ints, chosen: Bools) -> Ints:
+        """(world, launches) sums over the chosen runs."""
+        at = (count * rank + launch)[chosen]
+        rows = np.bincount(at, size[chosen], world * count)
+        return rows.astype(np.int64).reshape(world, count)
+
+    def in_two(rows: Ints) -> Ints:
+        """Of two buffers, which columns use in turn."""
+        return np.asarray(rows[:, ::2].max(1, initial=0) + rows[:, 1::2].max(1, initial=0))
+
+    owner, hop, begin, end = exchange.runs().T
+    reader, size = (owner + hop) % world, end - begin
+    at, via = launch[ranks.step(owner, reader)], landing.rank[owner, ranks.host[reader]]
+    arriving = by_launch(reader, at, size, via >= -1)
+    held = in_two(arriving) + by_launch(owner, at, size, via < 0).max(1)
+    held = held + by_launch(via, at, size, via >= 0).max(1)
+
+    owner, host, begin, end = landing.runs.T
+    to, size = landing.rank[owner, host], end - begin
+    at = launch[most * ((host - ranks.host[owner]) % host_count)]  # a batch lands for one launch
+    landed = by_launch(to, at, size, to >= 0)
+    held = held + in_two(landed[:, np.unique(at[to >= 0])])
+    return np.asarray(held + by_launch(owner, at, size, to >= 0).max(1))
