@@ -149,7 +149,7 @@ def link(
     words = schedule.words.copy()
     words[schedule.at] += np.array(begins, np.int64)[schedule.symbol_of]
     memory = *map(tensor_of, schedule.parts), *held
-    return library.program(words.tobytes(), schedule.names, memory, schedule.held)
+    return library.program(words, memory, schedule.held)
 
 
 def _signed(address: int) -> int:

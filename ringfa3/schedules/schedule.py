@@ -9,6 +9,7 @@ launcher runs it for calls with equal shapes, strides and settings, on any tenso
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -35,7 +36,9 @@ from ringfa3.kernels.symbolic import (
 )
 from ringfa3.kernels.uploads import TableRef
 from ringfa3.schedules.steps import (
+    ALLOCATE,
     COPY,
+    FREE,
     POINTER,
     POINTERS,
     SUM_COLUMNS,
@@ -85,7 +88,6 @@ class EncodedSchedule(NamedTuple):
     words      (n,) int64
     at         (m,) numbers of words that are offsets from symbols
     symbol_of  (m,) numbers of these symbols
-    names      to which words refer
     parts, tables, held, waits
                as in `Schedule`
     """
@@ -94,7 +96,6 @@ class EncodedSchedule(NamedTuple):
     at: npt.NDArray[np.intp]
     symbol_of: npt.NDArray[np.intp]
     symbols: tuple[Symbol, ...]
-    names: tuple[str, ...]
     parts: tuple[Part, ...]
     tables: tuple[TableRef, ...]
     held: tuple[object, ...]
@@ -124,13 +125,25 @@ class Schedule(NamedTuple):
     waits: dict[int, list[Wait]]
 
     def encode(self) -> EncodedSchedule:
-        words = Words(self.symbols)
-        words.add(len(self.buffers))
-        for shape, dtype, first in self.buffers:
-            words.add(DTYPES[dtype], first, len(shape), *shape)
-        words.add(self.inputs, len(self.steps))
-        for step in self.steps:
-            step.encode(words)
+        """Buffers are allocated before their first step, and freed after their last one."""
+        freed = {tensor: n for n, step in enumerate(self.steps) for tensor in step.tensors()}
+        for output in self.outputs:
+            freed.pop(output.tensor, None)
+        words, buffers = Words(self.symbols), deque(self.buffers)
+        words.add(0)
+        count = 0
+        for number, step in enumerate([*self.steps, None]):
+            while buffers and (step is None or buffers[0].first <= number):
+                shape, dtype, _ = buffers.popleft()
+                words.add(ALLOCATE, DTYPES[dtype], len(shape), *shape)
+                count += 1
+            if step is not None:
+                step.encode(words)
+                count += 1
+            for tensor in sorted(x for x in freed if freed[x] == number and x >= self.inputs):
+                words.add(FREE, tensor)
+                count += 1
+        words.values[0] = count
         words.add(len(self.outputs))
         for output in self.outputs:
             words.add(*output.words())
@@ -139,7 +152,6 @@ class Schedule(NamedTuple):
             np.array(words.at, np.intp),
             np.array(words.symbol_of, np.intp),
             tuple(self.symbols),
-            tuple(words.names),
             tuple(self.parts),
             tuple(self.tables),
             tuple(self.held),
