@@ -37,7 +37,8 @@ from ringfa3.kernels.symbolic import ScheduleError
 from ringfa3.pass_interface import HostCode, LocalPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
-from ringfa3.schedules.link import link, schedule_of, signature_of
+from ringfa3.schedules.encoded import EncodedSchedule
+from ringfa3.schedules.link import Addresses, link, schedule_of, signature_of
 from ringfa3.schedules.program_cache import ProgramCache
 from ringfa3.schedules.schedule import build
 from ringfa3.validation import check_choice
@@ -140,12 +141,19 @@ class ProgramPass(LocalPass):
             signature,
             (k.device, stream.id),  # streams of two GPUs may share an id
             lambda: schedule_of(self._plan, signature, inputs, code),
-            lambda made: None if made is None else link(found, made, stream),
+            lambda made: (
+                None if made is None else link(found, made, stream, Addresses.of_one_gpu(stream))
+            ),
         )
         if program is None:
             return None
         found.keep_local(program)
         return tuple(found.run(program, inputs, stream.handle, (0, 0, 0)))
+
+
+def _link(schedule: EncodedSchedule, stream: CurrentStream) -> Any:
+    """The program of a call on one GPU."""
+    return link(_library, schedule, stream, Addresses.of_one_gpu(stream))
 
 
 # Of plans for one rank; None: Python runs such calls.
@@ -223,7 +231,7 @@ def _build(name: str, kernel: Callable[..., Any], arguments: tuple[Any, ...]) ->
 
     stream = CurrentStream.of(inputs[0].device)
     try:
-        program = link(_library, build(inputs, code).encode(), stream)
+        program = _link(build(inputs, code).encode(), stream)
     except ScheduleError:
         _library.decline()
         return kernel(*arguments)

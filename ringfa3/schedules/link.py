@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ringfa3.kernels import dispatch, forward
@@ -15,7 +17,8 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import ALIGNMENT, Gpu, ScheduleError
 from ringfa3.pass_interface import HostCode
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.schedules.schedule import EncodedSchedule, Inputs, Part, build
+from ringfa3.schedules.encoded import EncodedSchedule, Part, References, numbered_symbol
+from ringfa3.schedules.schedule import Inputs, build
 
 _built = 0
 
@@ -115,41 +118,72 @@ def schedules_built() -> int:
     return _built
 
 
-def no_memory(part: Part) -> torch.Tensor:
+class Addresses:
+    """Addresses of symbols in this process, each looked up once, for calls of one stream.
+
+    resolve  the address of a symbol, by its type, from what follows the type
+    """
+
+    def __init__(self, resolve: Resolvers, tensor_of: Callable[[Part], torch.Tensor]) -> None:
+        """tensor_of: memory of a symbol."""
+        self._resolve, self.tensor_of = resolve, tensor_of
+        self._known: set[int] = set()
+        self._lock = threading.Lock()
+        self._of_numbers = np.zeros(0, np.int64)
+
+    @classmethod
+    def of_one_gpu(cls, stream: CurrentStream) -> Addresses:
+        """A call on one GPU has kernels and a work counter."""
+        return cls(kernel_resolvers(stream), _no_memory)
+
+    def of(self, references: References) -> npt.NDArray[np.int64]:
+        """The addresses to add to words, but for tables.
+
+        Raises BuildError, OSError: a kernel cannot be built or loaded.
+        """
+        if not references.symbols <= self._known:
+            with self._lock:
+                for number in references.symbols - self._known:
+                    self._add(number)
+        return self._of_numbers[references.numbers]
+
+    def _add(self, number: int) -> None:
+        name, *rest = numbered_symbol(number)
+        address = self._resolve[name](*rest)
+        if number >= len(self._of_numbers):
+            self._of_numbers = np.resize(self._of_numbers, 2 * number + 1)
+        self._of_numbers[number] = _signed(address)
+        self._known.add(number)
+
+
+def kernel_resolvers(stream: CurrentStream) -> Resolvers:
+    """Of launches on a stream. The process never frees a work counter."""
+    return {
+        "entry": entry_address,
+        "counter": lambda: forward.counters.get(stream).data_ptr(),
+    }
+
+
+def _no_memory(part: Part) -> torch.Tensor:
     raise AssertionError(f"a call of one GPU has no {part.symbol}")
 
 
 def link(
-    library: Any,
-    schedule: EncodedSchedule,
-    stream: CurrentStream,
-    resolvers: Resolvers = {},  # noqa: B006  never changed
-    tensor_of: Callable[[Part], torch.Tensor] = no_memory,
+    library: Any, schedule: EncodedSchedule, stream: CurrentStream, addresses: Addresses
 ) -> Any:
-    """The program of the C++ launcher for calls on a stream. Uploads tables that no call has
-    needed.
+    """The program of the C++ launcher for calls on a stream, that of the addresses. Uploads tables
+    that no call has needed.
 
     Raises BuildError, OSError: a kernel cannot be built or loaded.
     """
-    tables = [table.on(stream).memory for table in schedule.tables]
-    held = list(tables)
-
-    def counter() -> int:
-        memory = forward.counters.get(stream)
-        held.append(memory)
-        return memory.data_ptr()
-
-    known: dict[str, Callable[..., int]] = {
-        "table": lambda number: tables[number].data_ptr(),
-        "entry": entry_address,
-        "counter": counter,
-        **resolvers,
-    }
-    begins = [_signed(known[symbol[0]](*symbol[1:])) for symbol in schedule.symbols]
+    references = schedule.references
     words = schedule.words.copy()
-    words[schedule.at] += np.array(begins, np.int64)[schedule.symbol_of]
-    memory = *map(tensor_of, schedule.parts), *held
-    return library.program(words, memory, schedule.held)
+    words[references.at] += addresses.of(references)
+    memory = [addresses.tensor_of(part) for part in schedule.parts]
+    for table, at in zip(schedule.tables, references.tables, strict=True):
+        memory.append(table.copy.on(stream).memory)
+        words[at] += memory[-1].data_ptr()
+    return library.program(words, tuple(memory), schedule.held)
 
 
 def _signed(address: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from ringfa3.schedules.encoded import EncodedSchedule
 from ringfa3.schedules.link import Signature
-from ringfa3.schedules.schedule import EncodedSchedule
 
 MAX_PROGRAMS = 64  # of a plan; beyond that all are forgotten
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ringfa3.kernels.symbolic import (
@@ -35,6 +34,7 @@ from ringfa3.kernels.symbolic import (
     symbolic_input,
 )
 from ringfa3.kernels.uploads import TableRef
+from ringfa3.schedules.encoded import EncodedSchedule, Part, Wait
 from ringfa3.schedules.steps import (
     ALLOCATE,
     COPY,
@@ -61,7 +61,6 @@ DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # c10::Scalar
 
 Inputs: TypeAlias = Sequence[torch.Tensor | None]
 Results: TypeAlias = tuple[torch.Tensor, ...]
-Wait: TypeAlias = tuple[str, int]  # what for, and the rank that ends it
 
 
 class Buffer(NamedTuple):
@@ -70,36 +69,6 @@ class Buffer(NamedTuple):
     shape: Shape
     dtype: torch.dtype
     first: int
-
-
-class Part(NamedTuple):
-    """A tensor in memory of a symbol; offset in elements."""
-
-    symbol: Symbol
-    offset: int
-    dtype: torch.dtype
-    shape: Shape
-    stride: Shape
-
-
-class EncodedSchedule(NamedTuple):
-    """A schedule in words, which `link` makes a program; it can be pickled.
-
-    words      (n,) int64
-    at         (m,) numbers of words that are offsets from symbols
-    symbol_of  (m,) numbers of these symbols
-    parts, tables, held, waits
-               as in `Schedule`
-    """
-
-    words: npt.NDArray[np.int64]
-    at: npt.NDArray[np.intp]
-    symbol_of: npt.NDArray[np.intp]
-    symbols: tuple[Symbol, ...]
-    parts: tuple[Part, ...]
-    tables: tuple[TableRef, ...]
-    held: tuple[object, ...]
-    waits: tuple[tuple[int, tuple[Wait, ...]], ...]
 
 
 class Schedule(NamedTuple):

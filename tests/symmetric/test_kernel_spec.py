@@ -19,7 +19,8 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.schedules import link
-from ringfa3.schedules.schedule import EncodedSchedule, Schedule
+from ringfa3.schedules.encoded import EncodedSchedule
+from ringfa3.schedules.schedule import Schedule
 from ringfa3.symmetric import kernel_spec
 from tests.ring.test_one_rank import step
 from tests.support.fake_kernels import SMS, FakeKernels
@@ -78,7 +79,7 @@ def same_as_built(prepared: list[EncodedSchedule], built: list[EncodedSchedule])
         assert x.symbols == y.symbols
         for a, b in zip(x.tables, y.tables, strict=True):
             assert (a.name, a.key) == (b.name, b.key)
-            np.testing.assert_array_equal(a._host.packed.data, b._host.packed.data)
+            np.testing.assert_array_equal(a.copy.host.packed.data, b.copy.host.packed.data)
 
 
 @pytest.mark.parametrize("sink", [False, True])
@@ -140,7 +141,8 @@ def test_captures_find_the_tables_of_a_prepared_plan(kernels: FakeKernels) -> No
     uploads = {"forward": forward._tables, "backward": backward._tables}
     for x in tables:
         found = uploads[x.name]._of_capture(x.owner, captured.device, x.key)
-        assert found is x.on(CurrentStream(captured.device, 7, False, host_stream(kernels)))
+        stream = CurrentStream(captured.device, 7, False, host_stream(kernels))
+        assert found is x.copy.on(stream).tables
 
 
 def test_a_group_finds_the_tables_of_a_plan_that_is_prepared_later() -> None:
