@@ -137,16 +137,14 @@ class ProgramPass(LocalPass):
         known = _programs.setdefault(self._plan.hops, ProgramCache())
         stream = CurrentStream.of(k.device)
         signature = signature_of(self._pass_type, inputs, settings)
-        program = known.get(
-            signature,
-            (k.device, stream.id),  # streams of two GPUs may share an id
-            lambda: schedule_of(self._plan, signature, inputs, code),
-            lambda made: (
-                None if made is None else link(found, made, stream, Addresses.of_one_gpu(stream))
-            ),
+        schedule = known.schedule(
+            signature, lambda: schedule_of(self._plan, signature, inputs, code)
         )
-        if program is None:
+        if schedule is None:
             return None
+        program = known.get(  # streams of two GPUs may share an id
+            (signature, k.device, stream.id), lambda: _link(schedule, stream)
+        )
         found.keep_local(program)
         return tuple(found.run(program, inputs, stream.handle, (0, 0, 0)))
 
@@ -156,8 +154,17 @@ def _link(schedule: EncodedSchedule, stream: CurrentStream) -> Any:
     return link(_library, schedule, stream, Addresses.of_one_gpu(stream))
 
 
-# Of plans for one rank; None: Python runs such calls.
+# Of plans for one rank.
 _programs: weakref.WeakKeyDictionary[Plan, ProgramCache[Any]] = weakref.WeakKeyDictionary()
+
+
+def on_first_call(begin: Callable[..., Any]) -> None:
+    """Sets what begins ring calls that the library does not know: `_begin_first` of ring/op.py."""
+    global _begin_first
+    _begin_first = begin
+
+
+_begin_first: Callable[..., Any] | None = None
 
 
 def load(path: Path) -> Any:
@@ -177,6 +184,7 @@ def start(library: Any, device: str, driver: Sequence[int], lengths_by_value: bo
     """
     global _library
     library.find_plans(ContextPlan.from_handle)
+    library.on_first_call(_begin_first)
     library.start(device, *driver, lengths_by_value)
     _library = library
     on_hook_change(library.observe)

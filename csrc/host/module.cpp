@@ -158,6 +158,14 @@ PyObject* find_plans(PyObject*, PyObject* find) {
   Py_RETURN_NONE;
 }
 
+// on_first_call(begin): begins ring calls that the library does not know; None: Python runs these
+PyObject* on_first_call(PyObject*, PyObject* begin) {
+  Py_INCREF(begin);
+  Py_XSETREF(first_call, begin);
+  host().begin_first = begin == Py_None ? nullptr : begin_first;
+  Py_RETURN_NONE;
+}
+
 // start(device: str, current_stream: int, current_context: int, is_capturing: int, stream_id: int,
 // lengths_by_value: bool)
 PyObject* start_kernels(PyObject*, PyObject* args) {
@@ -352,6 +360,7 @@ PyMethodDef methods[] = {
     {"program", program, METH_VARARGS, nullptr},
     {"run", run, METH_VARARGS, nullptr},
     {"find_plans", find_plans, METH_O, nullptr},
+    {"on_first_call", on_first_call, METH_O, nullptr},
     {"start", start_kernels, METH_VARARGS, nullptr},
     {"stop", stop_kernels, METH_NOARGS, nullptr},
     {"enable", enable, METH_VARARGS, nullptr},

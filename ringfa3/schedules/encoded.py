@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ class EncodedSchedule:
     symbol_of  (m,) numbers of these symbols
     parts, tables, held, waits
                as in `schedule.Schedule`
+    spec       what a ring call needs of its transport, a `BufferSpec`
     """
 
     words: npt.NDArray[np.int64]
@@ -46,6 +47,7 @@ class EncodedSchedule:
     tables: tuple[TableRef, ...]
     held: tuple[object, ...]
     waits: tuple[tuple[int, tuple[Wait, ...]], ...]
+    spec: Any = None
 
     def __getstate__(self) -> dict[str, object]:
         return {x.name: getattr(self, x.name) for x in fields(self)}
@@ -64,7 +66,11 @@ class EncodedSchedule:
         other = ~np.logical_or.reduce([np.zeros(len(self.at), bool), *tables])
         of_words = numbers[self.symbol_of[other]]
         return References(
-            self.at[other], of_words, frozenset(of_words.tolist()), [self.at[x] for x in tables]
+            self.at[other],
+            of_words,
+            frozenset(of_words.tolist()),
+            frozenset(symbol_number(x) for x in self.symbols if x[0] == "entry"),
+            [self.at[x] for x in tables],
         )
 
 
@@ -74,12 +80,14 @@ class References(NamedTuple):
     at       their numbers, but for tables
     numbers  of the symbols, as by `symbol_number`
     symbols  the same numbers
+    kernels  those of entry points
     tables   for each table the numbers of its words
     """
 
     at: npt.NDArray[np.intp]
     numbers: npt.NDArray[np.intp]
     symbols: frozenset[int]
+    kernels: frozenset[int]
     tables: list[npt.NDArray[np.intp]]
 
 

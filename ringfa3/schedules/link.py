@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from ringfa3.kernels.symbolic import ALIGNMENT, Gpu, ScheduleError
 from ringfa3.pass_interface import HostCode
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.schedules.encoded import EncodedSchedule, Part, References, numbered_symbol
-from ringfa3.schedules.schedule import Inputs, build
+from ringfa3.schedules.schedule import DTYPES, Inputs, build
 
 _built = 0
 
@@ -26,25 +27,16 @@ _built = 0
 Resolvers = Mapping[str, Callable[..., int]]
 
 
-class Layout(NamedTuple):
-    """What a schedule depends on of an input."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    alignment: int
-
-
 class Signature(NamedTuple):
     """What the schedule of a plan's call depends on.
 
-    settings: on which launches depend, besides the inputs.
+    settings: on which launches depend, besides the inputs. layouts: of the inputs, by `layouts_of`.
     """
 
     pass_type: str
     num_sms: int
     settings: Hashable
-    layouts: tuple[Layout | None, ...]
+    layouts: bytes
 
 
 def signature_of(
@@ -52,14 +44,51 @@ def signature_of(
 ) -> Signature:
     """The signature of a plan's call; the first input is given. gpu: as in `build`."""
     assert inputs[0] is not None
-    layouts = tuple(None if x is None else _layout(x) for x in inputs)
     sms = num_ctas(inputs[0].device) if gpu is None else gpu.num_sms
-    return Signature(pass_type, sms, settings, layouts)
+    return Signature(pass_type, sms, settings, layouts_of(inputs))
 
 
-def _layout(x: torch.Tensor) -> Layout:
-    """TMA addresses 16 bytes."""
-    return Layout(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT)
+SCALAR_TYPES = {**DTYPES, torch.float64: 7}  # c10::ScalarType
+
+
+def layouts_of(inputs: Inputs) -> bytes:
+    """Shapes, strides, dtypes and alignments of inputs as words, as `Key` of csrc/host/key.h.
+
+    TMA addresses 16 bytes, so steps depend on where in 16 bytes an input begins.
+    """
+    words: list[int] = []
+    for x in inputs:
+        if x is None:
+            words.append(-1)
+        else:
+            begin = x.data_ptr() % ALIGNMENT
+            words.append(x.dim() | SCALAR_TYPES[x.dtype] << 8 | begin << 16)
+            words += (*x.shape, *x.stride())
+    return struct.pack(f"={len(words)}q", *words)
+
+
+class _Layout(NamedTuple):
+    """Of an input; `dtype` is a number."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: int
+    alignment: int
+
+
+def _decoded(layouts: bytes) -> list[_Layout | None]:
+    words = list(struct.unpack(f"={len(layouts) // 8}q", layouts))
+    found: list[_Layout | None] = []
+    while words:
+        first = words.pop(0)
+        if first < 0:
+            found.append(None)
+            continue
+        dims = first & 255
+        shape, strides = tuple(words[:dims]), tuple(words[dims : 2 * dims])
+        found.append(_Layout(shape, strides, first >> 8 & 255, first >> 16))
+        del words[: 2 * dims]
+    return found
 
 
 def _differences(wanted: Signature, found: Signature) -> list[str]:
@@ -67,11 +96,11 @@ def _differences(wanted: Signature, found: Signature) -> list[str]:
     names = [
         name for name in ("num_sms", "settings") if getattr(wanted, name) != getattr(found, name)
     ]
-    pairs = list(zip(wanted.layouts, found.layouts, strict=True))
+    pairs = list(zip(_decoded(wanted.layouts), _decoded(found.layouts), strict=True))
     if any((x is None) != (y is None) for x, y in pairs):
         names.append("optional inputs (sink, gradient of LSE)")
     both = [(x, y) for x, y in pairs if x is not None and y is not None]
-    for name in Layout._fields:
+    for name in _Layout._fields:
         if any(getattr(x, name) != getattr(y, name) for x, y in both):
             names.append(name)
     return names
@@ -154,6 +183,16 @@ class Addresses:
             self._of_numbers = np.resize(self._of_numbers, 2 * number + 1)
         self._of_numbers[number] = _signed(address)
         self._known.add(number)
+        if name == "entry":
+            _loaded.add(number)
+
+
+_loaded: set[int] = set()  # symbols of kernels
+
+
+def kernels_loaded(schedule: EncodedSchedule) -> bool:
+    """Whether this process has loaded all kernels of a schedule for a program."""
+    return schedule.references.kernels <= _loaded
 
 
 def kernel_resolvers(stream: CurrentStream) -> Resolvers:

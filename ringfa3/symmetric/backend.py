@@ -306,43 +306,39 @@ class SymmetricBackend:
         for stream, names, counts in prepared.waits:
             for i, count in enumerate(counts, self._waits[stream] + 1):
                 count.value = i & MASK
-            self._post(stream, len(names), names)
+            self._waits[stream] += len(names)
+            self._watchdog.post(stream, names, self.group.call)
         cuda_driver.issue(prepared.calls)
-
-    def _post(self, stream: int, number: int, names: Sequence[str]) -> None:
-        """Counts waits that are about to be issued, and names them to the watchdog."""
-        self._waits[stream] += number
-        self._watchdog.post(stream, names, self.group.call)
 
     def replay(self, program: RingProgram, inputs: Inputs, stream: CurrentStream) -> Tensors:
         """As `Backend.replay`. Raises as `RingProgram.run`."""
-        waits = tuple(self._waits.values())
-        for post in program.posts:
-            self._post(*post)
+        _, waits = self.begun(program)
         return program.run(inputs, stream, waits)
 
-    def replayable(self) -> ReplayableCall:
-        return ReplayableCall(
-            self, self.group.agreement_snapshot(), self._compute, self._cache_version
-        )
+    def begun(self, program: RingProgram) -> Begun:
+        """As `Backend.begun`: counts waits that are about to be issued, and names them to the
+        watchdog."""
+        waits, call = tuple(self._waits.values()), self.group.call
+        for stream, number, names in program.posts:
+            self._waits[stream] += number
+            self._watchdog.post(stream, names, call)
+        return program.held, waits
+
+    def replayable(self, link: Callable[[int], RingProgram]) -> ReplayableCall:
+        agreed = self.group.agreement_snapshot()
+        return ReplayableCall(self, agreed, self._compute, self._cache_version, link)
 
     def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> Begun | None:
         """As `ReplayableCall.begin`."""
-        program = call.programs[self.calls % 2]
-        if (
-            program is None
-            or self._cache_version != call.cache_version
-            or self._compute != call.stream
-        ):
+        if self._cache_version != call.cache_version or self._compute != call.stream:
             return None
+        parity = self.calls % 2
+        program = call.programs[parity] or call.program(parity)
         if not self.group.begin_again(call.agreed, lse):
             return None
         self.captured = False
         self.calls += 1
-        waits = tuple(self._waits.values())
-        for post in program.posts:
-            self._post(*post)
-        return program.held, waits
+        return self.begun(program)
 
     def returned(self, lse: torch.Tensor) -> None:
         self.group.returned(lse)

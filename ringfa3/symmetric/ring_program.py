@@ -331,13 +331,34 @@ class ReplayableCall:
     agreed         of the group, by which it begins again
     stream         the compute stream
     cache_version  of the backend's call cache
-    programs       by parity
+    programs       by parity, once linked
     """
 
-    def __init__(self, backend: Beginner, agreed: Any, stream: object, cache_version: int) -> None:
+    def __init__(
+        self,
+        backend: Beginner,
+        agreed: Any,
+        stream: object,
+        cache_version: int,
+        link: Callable[[int], RingProgram],
+    ) -> None:
+        """link: the program of a parity."""
         self._backend, self.agreed = backend, agreed
         self.stream, self.cache_version = stream, cache_version
+        self._link = link
         self.programs: list[RingProgram | None] = [None, None]
+
+    def program(self, parity: int) -> RingProgram:
+        """Links the program of a parity, at its first call.
+
+        Raises what `link` raises, after it has told the other ranks.
+        """
+        try:
+            self.programs[parity] = made = self._link(parity)
+        except Exception as error:
+            self._backend.report_failure(error)
+            raise
+        return made
 
     def begin(self, lse: torch.Tensor | None) -> Begun | None:
         """Begins the call. None, and nothing has begun: Python must look at it.
