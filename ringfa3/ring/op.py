@@ -161,7 +161,7 @@ def ring_attention(
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
     settings = scale, is_deterministic(deterministic), precision, transport
-    call = _thread.take() or prepare_call(
+    call = _thread.take(context, backward=False) or prepare_call(
         q, k, v, context, *settings, "forward", sink=sink is not None
     )
     if precision == "native":
@@ -184,9 +184,10 @@ class _Thread(threading.local):
 
     call: PreparedCall | None = None
 
-    def take(self) -> PreparedCall | None:
+    def take(self, plan: ContextPlan, backward: bool) -> PreparedCall | None:
         call, self.call = self.call, None
-        return call
+        fits = call is not None and call.plan is plan and (call.pass_type == "backward") == backward
+        return call if fits else None
 
 
 _thread = _Thread()
@@ -283,7 +284,9 @@ def ring_attention_backward(
     settings = scale, deterministic, precision, transport
     inputs = dout, dlse, q, k, v, out, lse, sink
     if precision == "native":
-        call = _thread.take() or prepare_call(q, k, v, context, *settings, "backward", lse=lse)
+        call = _thread.take(context, backward=True) or prepare_call(
+            q, k, v, context, *settings, "backward", lse=lse
+        )
         grads = run_backward(*inputs[:7], scale, deterministic, call, sink)
     else:  # tiles of keys have a factor each, also those that other ranks attend to
         context = context.aligned(KEY_TILE)

@@ -156,6 +156,10 @@ def test_a_first_call_enters_few_frames_of_python(kernels: FakeKernels) -> None:
             found = rank.call(pass_type, 1, plan)
             assert found[0] in (log, log[1:])
             assert all(map(equal, found[1], results))
+        of_others, before = sent(KernelSpec(8, 2, 64, num_sms=SMS), me, 2), rank.prepared
+        found = rank.call("backward", 1, of_others)  # its op runs in Python
+        assert all(map(equal, found[1], wanted[-1][1]))
+        assert rank.prepared == before + 1  # and takes what `_begin_first` has agreed on
         plan = sent(spec, me, 2)
         q, k, v, dout, out, lse = rank.rank.inputs(1, plan)
         settings = plan.handle, SCALE, False, "native"
