@@ -37,7 +37,8 @@ from ringfa3.kernels.symbolic import ScheduleError
 from ringfa3.pass_interface import HostCode, LocalPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
-from ringfa3.schedules.link import link, schedule_of, signature_of
+from ringfa3.schedules.encoded import EncodedSchedule
+from ringfa3.schedules.link import Addresses, link, schedule_of, signature_of
 from ringfa3.schedules.program_cache import ProgramCache
 from ringfa3.schedules.schedule import build
 from ringfa3.validation import check_choice
@@ -136,20 +137,34 @@ class ProgramPass(LocalPass):
         known = _programs.setdefault(self._plan.hops, ProgramCache())
         stream = CurrentStream.of(k.device)
         signature = signature_of(self._pass_type, inputs, settings)
-        program = known.get(
-            signature,
-            (k.device, stream.id),  # streams of two GPUs may share an id
-            lambda: schedule_of(self._plan, signature, inputs, code),
-            lambda made: None if made is None else link(found, made, stream),
+        schedule = known.schedule(
+            signature, lambda: schedule_of(self._plan, signature, inputs, code)
         )
-        if program is None:
+        if schedule is None:
             return None
+        program = known.get(  # streams of two GPUs may share an id
+            (signature, k.device, stream.id), lambda: _link(schedule, stream)
+        )
         found.keep_local(program)
         return tuple(found.run(program, inputs, stream.handle, (0, 0, 0)))
 
 
-# Of plans for one rank; None: Python runs such calls.
+def _link(schedule: EncodedSchedule, stream: CurrentStream) -> Any:
+    """The program of a call on one GPU."""
+    return link(_library, schedule, stream, Addresses.of_one_gpu(stream))
+
+
+# Of plans for one rank.
 _programs: weakref.WeakKeyDictionary[Plan, ProgramCache[Any]] = weakref.WeakKeyDictionary()
+
+
+def on_first_call(begin: Callable[..., Any]) -> None:
+    """Sets what begins ring calls that the library does not know: `_begin_first` of ring/op.py."""
+    global _begin_first
+    _begin_first = begin
+
+
+_begin_first: Callable[..., Any] | None = None
 
 
 def load(path: Path) -> Any:
@@ -169,6 +184,7 @@ def start(library: Any, device: str, driver: Sequence[int], lengths_by_value: bo
     """
     global _library
     library.find_plans(ContextPlan.from_handle)
+    library.on_first_call(_begin_first)
     library.start(device, *driver, lengths_by_value)
     _library = library
     on_hook_change(library.observe)
@@ -223,7 +239,7 @@ def _build(name: str, kernel: Callable[..., Any], arguments: tuple[Any, ...]) ->
 
     stream = CurrentStream.of(inputs[0].device)
     try:
-        program = link(_library, build(inputs, code).encode(), stream)
+        program = _link(build(inputs, code).encode(), stream)
     except ScheduleError:
         _library.decline()
         return kernel(*arguments)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ringfa3 import flash_attn_func, flash_attn_varlen_func, host
 from ringfa3.kernels.backward import PreprocessArgs
 from ringfa3.schedules.schedule import DTYPES
-from ringfa3.schedules.steps import POINTER, ZERO
+from ringfa3.schedules.steps import ALLOCATE, FREE, POINTER, ZERO
 from tests.support.both_hosts import in_threads
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import Outcome, Shape, call, equal
@@ -374,11 +374,11 @@ def test_a_refused_launch_raises_the_error_of_python(kernels: FakeKernels) -> No
 def test_a_buffer_is_freed_behind_its_last_step(host_library: Any) -> None:
     """Of two buffers that steps use one after the other one is there at a time."""
     n, float32 = 1 << 16, DTYPES[torch.float32]
-    first, second = ([number, 0, 1, n, 1, 1] for number in (1, 2))
-    buffers = [2, float32, 0, 1, n, float32, 1, 1, n]
-    steps = [1, 2, ZERO, *first, ZERO, *second]  # one input
-    words = array.array("q", [*buffers, *steps, 1, *second]).tobytes()
-    program = host_library.program(words, (), (), ())
+    allocate = [ALLOCATE, float32, 1, n]
+    first, second = ([number, 0, 1, n, 1] for number in (1, 2))
+    steps = [*allocate, ZERO, *first, FREE, 1, *allocate, ZERO, *second]
+    words = array.array("q", [5, *steps, 1, *second])
+    program = host_library.program(words, (), ())
     with torch.profiler.profile(profile_memory=True) as profile:
         (out,) = host_library.run(program, (torch.zeros(1),), 0, (0, 0, 0))
     events = profile.profiler.kineto_results.events()

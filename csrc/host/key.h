@@ -7,6 +7,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <string_view>
 
 namespace ringfa3::host {
 
@@ -15,7 +16,8 @@ class Key {
   void add(int64_t word) { words_.push_back(word); }
   void add(double number) { add(std::bit_cast<int64_t>(number)); }
 
-  // Type, shape, strides, and where the first byte lies in 16 bytes, which TMA addresses.
+  // Type, shape, strides, and where the first byte lies in 16 bytes, which TMA addresses; as
+  // `layouts_of` of ringfa3/schedules/link.py.
   void add(at::Tensor const& x) {
     if (!x.defined()) return add(int64_t{-1});
     auto const begin = reinterpret_cast<uintptr_t>(x.const_data_ptr());
@@ -31,6 +33,13 @@ class Key {
     documents_[documents_[0] ? 1 : 0] = id;
   }
   bool has_document(int64_t id) const { return documents_[0] == id || documents_[1] == id; }
+
+  // The words from a number on, as bytes.
+  std::string_view from(size_t first) const {
+    return {reinterpret_cast<char const*>(words_.data() + first),
+            (words_.size() - first) * sizeof(int64_t)};
+  }
+  size_t size() const { return words_.size(); }
 
   bool operator==(Key const& other) const { return words_ == other.words_; }
 

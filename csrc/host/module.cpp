@@ -13,7 +13,6 @@
 
 #include "host/ops.h"
 #include "host/python_objects.h"
-#include "host/read_program.h"
 
 namespace {
 
@@ -62,13 +61,26 @@ PyObject* decline(PyObject*, PyObject*) {
 // Whether the call that this thread runs asks for a program.
 PyObject* is_wanted(PyObject*, PyObject*) { return PyBool_FromLong(wanted.has_value()); }
 
-// A program that Python holds: see `read_program`.
+// program(words: buffer, memory: tuple[torch.Tensor, ...], held: object), which Python holds
 PyObject* program(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  auto made = read_program(args);
-  if (!made) return nullptr;
-  auto* const held = new std::shared_ptr<Program const>(std::move(made));
-  return PyCapsule_New(held, nullptr, [](PyObject* capsule) {
+  Py_buffer words;
+  PyObject *memory, *held;
+  if (!PyArg_ParseTuple(args, "y*O!O", &words, &PyTuple_Type, &memory, &held)) return nullptr;
+  auto made = std::make_shared<Program>();
+  auto const* const begin = static_cast<int64_t const*>(words.buf);
+  made->words.assign(begin, begin + words.len / static_cast<Py_ssize_t>(sizeof *begin));
+  PyBuffer_Release(&words);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(memory); ++i) {
+    made->memory.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(memory, i)));
+  }
+  Py_INCREF(held);
+  made->held = std::shared_ptr<PyObject>(held, [](PyObject* object) {
+    py::gil_scoped_acquire const gil;
+    Py_DECREF(object);
+  });
+  auto* const kept = new std::shared_ptr<Program const>(std::move(made));
+  return PyCapsule_New(kept, nullptr, [](PyObject* capsule) {
     delete static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
   });
   END_HANDLE_TH_ERRORS
@@ -143,6 +155,14 @@ PyObject* find_plans(PyObject*, PyObject* find) {
   Py_INCREF(find);
   Py_XSETREF(find_plan, find);
   host().keep_plan = keep_plan;
+  Py_RETURN_NONE;
+}
+
+// on_first_call(begin): begins ring calls that the library does not know; None: Python runs these
+PyObject* on_first_call(PyObject*, PyObject* begin) {
+  Py_INCREF(begin);
+  Py_XSETREF(first_call, begin);
+  host().begin_first = begin == Py_None ? nullptr : begin_first;
   Py_RETURN_NONE;
 }
 
@@ -340,6 +360,7 @@ PyMethodDef methods[] = {
     {"program", program, METH_VARARGS, nullptr},
     {"run", run, METH_VARARGS, nullptr},
     {"find_plans", find_plans, METH_O, nullptr},
+    {"on_first_call", on_first_call, METH_O, nullptr},
     {"start", start_kernels, METH_VARARGS, nullptr},
     {"stop", stop_kernels, METH_NOARGS, nullptr},
     {"enable", enable, METH_VARARGS, nullptr},

@@ -1,6 +1,6 @@
-// What a call does, as ringfa3/schedules/steps.py encodes it: buffers to allocate, then launches,
-// tensor operations and, in a ring, calls of the driver. Tensors have numbers: a call's inputs
-// first, then the program's buffers; its tables, from -1 down.
+// What a call does, as ringfa3/schedules/steps.py encodes it: steps that allocate, launch, compute
+// and, in a ring, call the driver. Tensors have numbers: a call's inputs first, then what it
+// allocates; memory of the program, from -1 down.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,11 +10,12 @@
 #include <c10/util/SmallVector.h>
 
 #include <array>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "host/driver.h"
@@ -22,131 +23,151 @@
 
 namespace ringfa3::host {
 
-using Sizes = c10::SmallVector<int64_t, 4>;
 using Tensors = c10::SmallVector<at::Tensor, 16>;
 
-constexpr size_t kMaxWords = 1024;  // bytes of a kernel's arguments
+constexpr size_t kMaxArguments = 1024;  // bytes of a kernel's arguments
 
-constexpr size_t kAlways = ~size_t{0};
-
-// Memory that a call allocates before step `first` and frees behind step `last`: a result is not
-// freed, and a buffer that no step uses is allocated only.
-struct Buffer {
-  at::ScalarType dtype;
-  size_t first;
-  Sizes sizes;
-  size_t last = kAlways;
+enum Opcode : int64_t {
+  kLaunch,
+  kZero,
+  kCopy,
+  kDriverCall,
+  kMemoryOps,
+  kSumColumns,
+  kAllocate,
+  kFree
 };
 
-struct View {
-  int64_t tensor, offset;  // elements from the tensor's first
-  Sizes sizes, strides;
+// Reads words of a program, in place.
+class Reader {
+ public:
+  explicit Reader(std::vector<int64_t> const& words)
+      : at_(words.data()), end_(words.data() + words.size()) {}
 
-  // A table is given whole.
-  at::Tensor of(Tensors const& tensors, std::vector<at::Tensor> const& tables) const {
-    if (tensor < 0) return tables[-1 - tensor];
-    at::Tensor const& x = tensors[tensor];
-    if (offset == 0 && x.sizes() == sizes && x.strides() == strides) return x;
-    return x.as_strided(sizes, strides, x.storage_offset() + offset);
+  int64_t word() { return *take(1); }
+  at::IntArrayRef numbers(int64_t count) { return {take(count), static_cast<size_t>(count)}; }
+  // Words with bytes, after their count.
+  std::string_view bytes() {
+    int64_t const count = word();
+    return {reinterpret_cast<char const*>(take((count + 7) / 8)), static_cast<size_t>(count)};
   }
-};
 
-// The word at byte `at` becomes the address of a tensor's byte `offset`.
-struct Patch {
-  int64_t at, tensor, offset;
-};
-
-struct Launch {
-  int (*entry)(void const* words, void* stream);  // ringfa3_forward, ...
-  std::string name;                               // for an error
-  std::vector<char> words;
-  std::vector<Patch> patches;
-};
-struct Zero {
-  View target;
-};
-struct Copy {
-  View target, source;
-};
-struct SumColumns {  // target[i] = the sum of source[i]
-  View target, source;
-};
-using Step = std::variant<Launch, Zero, Copy, DriverCall, MemoryOps, SumColumns>;
-
-// Calls visit(number) for each tensor that a step reads or writes; tables have negative numbers.
-inline void visit_tensors(Step const& step, auto const& visit) {
-  auto const views = [&](auto const&... view) { (visit(view.tensor), ...); };
-  if (auto const* launch = std::get_if<Launch>(&step)) {
-    for (Patch const& patch : launch->patches) visit(patch.tensor);
-  } else if (auto const* zero = std::get_if<Zero>(&step)) {
-    views(zero->target);
-  } else if (auto const* copy = std::get_if<Copy>(&step)) {
-    views(copy->target, copy->source);
-  } else if (auto const* sum = std::get_if<SumColumns>(&step)) {
-    views(sum->target, sum->source);
+ private:
+  int64_t const* take(int64_t count) {
+    TORCH_CHECK(0 <= count && count <= end_ - at_, "a program ends early");
+    return std::exchange(at_, at_ + count);
   }
-}
+
+  int64_t const *at_, *end_;
+};
 
 struct Program {
-  std::vector<Buffer> buffers;  // by `first`
-  std::vector<Step> steps;
-  std::vector<View> outputs;
-  std::vector<at::Tensor> tables;  // memory of other calls, too, whose addresses the steps hold
+  std::vector<int64_t> words;
+  std::vector<at::Tensor> memory;  // of other calls, too; steps have addresses of some
   std::shared_ptr<void> held;      // an object of Python that lives as long
 
-  // The outputs of a call. `tensors` are its inputs; an undefined one has no step that reads it.
+  // The results of a call. `tensors` are its inputs; an undefined one has no step that reads it.
   // waits: of a ring's earlier calls.
   //
   // Throws Refused: the driver refuses a call.
   Tensors run(Tensors tensors, Stream stream, Waits waits = {}) const {
     auto const options = tensors.front().options();
-    size_t const inputs = tensors.size();
-    auto const allocate = [&](size_t before) {
-      for (size_t n = tensors.size() - inputs; n < buffers.size(); ++n) {
-        if (buffers[n].first > before) return;
-        tensors.push_back(at::empty(buffers[n].sizes, options.dtype(buffers[n].dtype)));
-      }
-    };
-    auto const of = [&](View const& view) { return view.of(tensors, tables); };
-    for (size_t i = 0; i < steps.size(); ++i) {
-      allocate(i);
-      Step const& step = steps[i];
-      if (auto const* launch = std::get_if<Launch>(&step)) {
-        start(*launch, tensors, stream);
-      } else if (auto const* call = std::get_if<DriverCall>(&step)) {
-        call->run();
-      } else if (auto const* operations = std::get_if<MemoryOps>(&step)) {
-        operations->run(waits);
-      } else if (auto const* zero = std::get_if<Zero>(&step)) {
-        of(zero->target).zero_();
-      } else if (auto const* copy = std::get_if<Copy>(&step)) {
-        of(copy->target).copy_(of(copy->source));
-      } else {
-        auto const& sum = std::get<SumColumns>(step);
-        at::Tensor target = of(sum.target);
-        at::sum_out(target, of(sum.source), 1);
-      }
-      for (size_t n = 0; n < buffers.size(); ++n) {
-        if (buffers[n].last == i) tensors[inputs + n].reset();
+    Reader in(words);
+    auto const view = [&] { return read_view(in, tensors); };
+    for (int64_t left = in.word(); left; --left) {
+      switch (int64_t const opcode = in.word()) {
+        case kAllocate: {
+          auto const dtype = static_cast<at::ScalarType>(in.word());
+          tensors.push_back(at::empty(in.numbers(in.word()), options.dtype(dtype)));
+          break;
+        }
+        case kFree:
+          tensors[in.word()].reset();
+          break;
+        case kLaunch:
+          launch(in, tensors, stream);
+          break;
+        case kDriverCall:
+          call_driver(in);
+          break;
+        case kMemoryOps:
+          issue_memory_ops(in, waits);
+          break;
+        case kZero:
+          view().zero_();
+          break;
+        case kCopy: {
+          at::Tensor target = view();
+          target.copy_(view());
+          break;
+        }
+        case kSumColumns: {
+          at::Tensor target = view();
+          at::sum_out(target, view(), 1);  // target[i] = the sum of source[i]
+          break;
+        }
+        default:
+          TORCH_CHECK(false, "a program has an unknown step, ", opcode);
       }
     }
-    allocate(kAlways);
     Tensors results;
-    for (View const& output : outputs) results.push_back(of(output));
+    for (int64_t left = in.word(); left; --left) results.push_back(view());
     return results;
   }
 
  private:
-  static void start(Launch const& launch, Tensors const& tensors, Stream stream) {
-    alignas(16) std::array<char, kMaxWords> words;
-    std::memcpy(words.data(), launch.words.data(), launch.words.size());
-    for (Patch const& patch : launch.patches) {
-      auto const* begin = static_cast<char const*>(tensors[patch.tensor].const_data_ptr());
-      char const* const address = begin + patch.offset;
-      std::memcpy(words.data() + patch.at, &address, sizeof address);
+  // (tensor, offset in elements from its first, dimensions, sizes, strides). Memory of the program
+  // is given whole.
+  at::Tensor read_view(Reader& in, Tensors const& tensors) const {
+    int64_t const number = in.word(), offset = in.word(), dims = in.word();
+    at::IntArrayRef const sizes = in.numbers(dims), strides = in.numbers(dims);
+    if (number < 0) return memory.at(static_cast<size_t>(-1 - number));
+    at::Tensor const& x = tensors[number];
+    if (offset == 0 && x.sizes() == sizes && x.strides() == strides) return x;
+    return x.as_strided(sizes, strides, x.storage_offset() + offset);
+  }
+
+  // (entry, name, arguments, patches). A patch writes at a byte the address of a tensor's byte.
+  static void launch(Reader& in, Tensors const& tensors, Stream stream) {
+    auto const entry = reinterpret_cast<int (*)(void const* arguments, void* stream)>(in.word());
+    auto const name = in.bytes(), given = in.bytes();
+    TORCH_CHECK(given.size() <= kMaxArguments, "a launch has too many arguments");
+    alignas(16) std::array<char, kMaxArguments> arguments;
+    std::memcpy(arguments.data(), given.data(), given.size());
+    for (int64_t left = in.word(); left; --left) {
+      int64_t const at = in.word(), tensor = in.word(), offset = in.word();
+      auto const* begin = static_cast<char const*>(tensors[tensor].const_data_ptr());
+      char const* const address = begin + offset;
+      std::memcpy(arguments.data() + at, &address, sizeof address);
     }
-    int const status = launch.entry(words.data(), stream.handle);
-    TORCH_CHECK(status == 0, launch.name, " could not be launched: CUDA error ", status);
+    int const status = entry(arguments.data(), stream.handle);
+    TORCH_CHECK(status == 0, name, " could not be launched: CUDA error ", status);
+  }
+
+  // (entry, name, arguments)
+  static void call_driver(Reader& in) {
+    auto const entry = reinterpret_cast<DriverEntry>(in.word());
+    auto const name = in.bytes();
+    at::IntArrayRef const x = in.numbers(kDriverArguments);
+    if (int const status = entry(x[0], x[1], x[2], x[3])) throw Refused(std::string(name), status);
+  }
+
+  // (entry, name, stream, number of operations, operations, counts): cuStreamBatchMemOp. The value
+  // at word `at` of a count becomes the number of waits of its stream.
+  static void issue_memory_ops(Reader& in, Waits& waits) {
+    auto const entry = reinterpret_cast<DriverEntry>(in.word());
+    auto const name = in.bytes();
+    int64_t const stream = in.word(), number = in.word();
+    at::IntArrayRef const given = in.numbers(number * kOperationWords);
+    c10::SmallVector<int64_t, 16 * kOperationWords> issued(given.begin(), given.end());
+    for (int64_t left = in.word(); left; --left) {
+      int64_t const at = in.word(), of_stream = in.word();
+      issued[at] = static_cast<int64_t>(++waits[of_stream] & 0xffffffff);
+    }
+    auto const begin = reinterpret_cast<int64_t>(issued.data());
+    if (int const status = entry(stream, number, begin, 0)) {
+      throw Refused(std::string(name), status);
+    }
   }
 };
 

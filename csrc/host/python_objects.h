@@ -25,6 +25,23 @@ namespace py = pybind11;
   throw raised;
 }
 
+// The object, which is not null.
+inline py::object checked(PyObject* result) {
+  if (!result) throw_raised();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+// Of (program, (waits of the streams)).
+inline Begun read_begun(PyObject* begun) {
+  PyObject* capsule;
+  unsigned long long compute, kv, gradients;
+  if (!PyArg_ParseTuple(begun, "O(KKK)", &capsule, &compute, &kv, &gradients)) throw_raised();
+  auto const* held =
+      static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
+  if (!held) throw_raised();
+  return {*held, {compute, kv, gradients}};
+}
+
 // A `ReplayableCall` of Python, which may be gone: then Python runs the call.
 class PythonCall : public ReplayableCall {
  public:
@@ -45,15 +62,7 @@ class PythonCall : public ReplayableCall {
     auto const begun =
         checked(PyObject_CallMethod(call.ptr(), "begin", "N", THPVariable_Wrap(lse)));
     if (begun.is_none()) return std::nullopt;
-    PyObject* capsule;
-    unsigned long long compute, kv, gradients;
-    if (!PyArg_ParseTuple(begun.ptr(), "O(KKK)", &capsule, &compute, &kv, &gradients)) {
-      throw_raised();
-    }
-    auto const* held =
-        static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
-    if (!held) throw_raised();
-    return Begun{*held, {compute, kv, gradients}};
+    return read_begun(begun.ptr());
   }
 
   void returned(at::Tensor const& lse) override {
@@ -85,13 +94,30 @@ class PythonCall : public ReplayableCall {
     auto const call = checked(PyObject_CallNoArgs(weak_));
     return call.is_none() ? py::object() : call;
   }
-  static py::object checked(PyObject* result) {
-    if (!result) throw_raised();
-    return py::reinterpret_steal<py::object>(result);
-  }
 
   PyObject* const weak_;
 };
+
+// `_begin_first` of ringfa3/ring/op.py.
+inline PyObject* first_call = nullptr;
+
+inline std::optional<Started> begin_first(FirstCall const& call) {
+  py::gil_scoped_acquire const gil;
+  py::tuple inputs(call.inputs.size());
+  for (size_t i = 0; i < call.inputs.size(); ++i)
+    inputs[i] = checked(THPVariable_Wrap(call.inputs[i]));
+  auto const started = checked(PyObject_CallFunction(
+      first_call, "sy#OLdOs#KK", call.op, call.layouts.data(),
+      static_cast<Py_ssize_t>(call.layouts.size()), inputs.ptr(), static_cast<long long>(call.plan),
+      call.scale, call.deterministic ? Py_True : Py_False, call.transport.data(),
+      static_cast<Py_ssize_t>(call.transport.size()),
+      reinterpret_cast<unsigned long long>(call.stream.handle),
+      static_cast<unsigned long long>(call.stream.id)));
+  if (started.is_none()) return std::nullopt;
+  PyObject *replayable, *begun;
+  if (!PyArg_ParseTuple(started.ptr(), "OO", &replayable, &begun)) throw_raised();
+  return Started{std::make_shared<PythonCall>(replayable), read_begun(begun)};
+}
 
 // ContextPlan.from_handle, which raises for a plan that is gone.
 inline PyObject* find_plan = nullptr;

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -51,6 +52,25 @@ class LocalCall : public ReplayableCall {
 
  private:
   std::weak_ptr<Program const> const program_;
+};
+
+// A ring call that the library does not know. inputs: of its schedule; layouts: theirs, as in a
+// key.
+struct FirstCall {
+  char const* op;
+  std::string_view layouts;
+  Tensors const& inputs;
+  int64_t plan;
+  double scale;
+  bool deterministic;
+  std::string_view transport;
+  Stream stream;
+};
+
+// A call that Python has begun.
+struct Started {
+  std::shared_ptr<ReplayableCall> call;
+  Begun begun;
 };
 
 // Freeing a call takes the GIL: none is freed under the mutex.

@@ -46,15 +46,20 @@ inline thread_local std::optional<Key> wanted_ring;
 // A ring call of an op, with the tensors of its program.
 struct RingReplay {
   char const* op;
+  int64_t plan = 0;
+  double scale;
+  bool deterministic;
+  std::string_view transport;
   std::shared_ptr<ReplayableCall> call;
   Stream stream{};
   std::optional<Key> key;
+  size_t layouts = 0;  // words of the key before those of the tensors
 
   RingReplay(char const* name, int64_t number, std::initializer_list<Tensor const*> tensors,
-             c10::SymInt const& plan, double scale, bool deterministic, std::string_view precision,
-             std::string_view transport)
-      : op(name) {
-    auto const handle = plan.maybe_as_int();
+             c10::SymInt const& plan_of, double scale_of, bool given, std::string_view precision,
+             std::string_view transport_of)
+      : op(name), scale(scale_of), deterministic(is_deterministic(given)), transport(transport_of) {
+    auto const handle = plan_of.maybe_as_int();
     bool const symmetric = transport == "auto" || transport == "symmetric";
     if (!host().enabled.load(std::memory_order_relaxed) || !handle || !symmetric ||
         precision != "native") {
@@ -68,13 +73,15 @@ struct RingReplay {
     auto const current = host().driver.stream(device.has_index() ? device.index() : 0);
     if (!current) return;
     stream = *current;
+    plan = *handle;
     char const* const mode = std::getenv("RINGFA3_FORWARD");
     Key made;
-    made.add(number), made.add(*handle), made.add(scale);
-    made.add(int64_t{is_deterministic(deterministic)});
+    made.add(number), made.add(plan), made.add(scale);
+    made.add(int64_t{deterministic});
     made.add(int64_t{transport == "auto"}), made.add(int64_t{device.index()});
     made.add(static_cast<int64_t>(stream.id));
     made.add(static_cast<int64_t>(std::hash<std::string_view>()(mode ? mode : "")));
+    layouts = made.size();
     for (Tensor const* x : tensors) made.add(*x);
     call = host().ring_calls.find(made);
     key = std::move(made);
@@ -85,9 +92,8 @@ struct RingReplay {
   // Throws what Python raises for a call that the driver refuses.
   //
   // lse: of a backward; a forward has none.
-  std::optional<Tensors> run(Tensors inputs, Tensor const& lse = Tensor()) const {
-    if (!call) return std::nullopt;
-    auto const begun = call->begin(lse);
+  std::optional<Tensors> run(Tensors inputs, Tensor const& lse = Tensor()) {
+    auto const begun = call ? call->begin(lse) : begin_first(inputs);
     if (!begun) return std::nullopt;
     ++host().counts.replayed;
     bool issued = false;
@@ -100,6 +106,16 @@ struct RingReplay {
       if (!issued) call->failed(false, error.what());
       throw;
     }
+  }
+
+  std::optional<Begun> begin_first(Tensors const& inputs) {
+    if (!key || !host().begin_first) return std::nullopt;
+    auto started = host().begin_first(
+        {op, key->from(layouts), inputs, plan, scale, deterministic, transport, stream});
+    if (!started) return std::nullopt;
+    call = std::move(started->call);
+    host().ring_calls.put(*key, call);
+    return std::move(started->begun);
   }
 
   Tensors issue(Begun const& begun, Tensors inputs) const {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -31,22 +32,6 @@ T_co = TypeVar("T_co", covariant=True)
 _lock = threading.Lock()
 
 
-class _First(Generic[T]):
-    """The first upload of a table, which captured launches read, and the event after it."""
-
-    def __init__(self, value: T, event: torch.cuda.Event) -> None:
-        self.value = value
-        self._event: torch.cuda.Event | None = event
-
-    def finished(self) -> T:
-        """The table, its upload done: replays are not ordered after the stream of the upload."""
-        event = self._event  # another thread may clear it meanwhile
-        if event is not None:
-            finish(event)
-            self._event = None
-        return self.value
-
-
 class HostTables(Protocol, Generic[T_co]):
     """Tables on the host, as they will lie in device memory."""
 
@@ -58,27 +43,53 @@ class HostTables(Protocol, Generic[T_co]):
         """The tables in a copy of the bytes that begins at an address; None: a symbolic one."""
 
 
+class DeviceCopy(Generic[T]):
+    """Tables in device memory."""
+
+    def __init__(self, host: HostTables[T], device: torch.device) -> None:
+        self.memory, self._host = host.packed.upload(device), host
+        self._event: torch.cuda.Event | None = None
+
+    @cached_property
+    def tables(self) -> T:
+        return self._host.at(self.memory, self.memory.data_ptr())
+
+    def record(self) -> None:
+        """Captures read this copy: remembers when its upload is done."""
+        self._event = record_event(self.memory.device)
+
+    def finished(self) -> T:
+        """The tables, the upload done: replays are not ordered after the stream of the upload."""
+        event = self._event  # another thread may clear it meanwhile
+        if event is not None:
+            finish(event)
+            self._event = None
+        return self.tables
+
+
 class HostCopy(Generic[T]):
     """Tables of an owner and key, and their copies in device memory by stream.
 
     The host holds as many bytes as a stream, as long as the owner lives: further streams upload
     them, and a plan that is pickled takes them along.
+
+    first  copies that captured launches read, by device
     """
 
     def __init__(self, host: HostTables[T]) -> None:
         self.host = host
-        self.first: dict[torch.device, _First[T]] = {}
-        self._of_streams: dict[tuple[torch.device, int], T] = {}
+        self.first: dict[torch.device, DeviceCopy[T]] = {}
+        self._of_streams: dict[tuple[torch.device, int], DeviceCopy[T]] = {}
 
-    def on(self, stream: CurrentStream) -> T:
+    def on(self, stream: CurrentStream) -> DeviceCopy[T]:
         """The copy of a stream, which the first call uploads."""
         key = stream.device, stream.id
         found = self._of_streams.get(key)
         if found is None:
-            memory = self.host.packed.upload(stream.device)
-            found = self.host.at(memory, memory.data_ptr())
+            found = DeviceCopy(self.host, stream.device)
             if stream.device not in self.first:
-                self.first.setdefault(stream.device, _First(found, record_event(stream.device)))
+                found.record()
+                self.first.setdefault(stream.device, found)
             with _lock:  # threads may upload at the same time
                 self._of_streams[key] = found
                 if len(self._of_streams) > MAX_TABLES:
@@ -93,20 +104,17 @@ class TableRef:
     """
 
     def __init__(
-        self, name: str, owner: object, key: tuple[object, ...], host: HostTables[Any]
+        self, name: str, owner: object, key: tuple[object, ...], copy: HostCopy[Any]
     ) -> None:
-        self.name, self.owner, self.key, self._host = name, owner, key, host
+        self.name, self.owner, self.key, self.copy = name, owner, key, copy
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._tables()
+    def __getstate__(self) -> tuple[object, ...]:
+        return self.name, self.owner, self.key, self.copy.host
 
-    def _tables(self) -> HostCopy[Any]:
-        return _registry[self.name].host_tables(self.owner, self.key, lambda: self._host)
-
-    def on(self, stream: CurrentStream) -> Any:
-        """The tables in device memory, as `Uploads.get`."""
-        return self._tables().on(stream)
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.name, self.owner, self.key, host = state
+        tables = _registry[self.name]
+        self.copy = tables.host_tables(self.owner, self.key, lambda: host)
 
 
 class Uploads(Generic[T]):
@@ -142,8 +150,8 @@ class Uploads(Generic[T]):
         copy = self.host_tables(owner, key, make)
         builder = current_builder()
         if builder is None:
-            return copy.on(stream)
-        return copy.host.at(None, builder.table(TableRef(self._name, owner, key, copy.host)))
+            return copy.on(stream).tables
+        return copy.host.at(None, builder.table(TableRef(self._name, owner, key, copy)))
 
     def host_tables(
         self, owner: object, key: tuple[object, ...], make: Callable[[], HostTables[T]]

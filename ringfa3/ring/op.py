@@ -9,17 +9,20 @@ stays. The float32 dK/dV of a hop return to the owner of the keys while the next
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from ringfa3 import host
 from ringfa3.attention_op import register_attention
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import select_quantised
 from ringfa3.kernels.sinks import apply_sink
-from ringfa3.kernels.streams import on
+from ringfa3.kernels.streams import CurrentStream, on
 from ringfa3.keywords import check_call, hides_positional
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.planning.graph_plan import GraphPlan
@@ -43,6 +46,8 @@ from ringfa3.ring.quantised_forward import (
 )
 from ringfa3.schedules.host_code import forward_hops, gradients
 from ringfa3.straight_through import forward_centres, straight_through
+from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.symmetric.ring_program import Begun, ReplayableCall
 from ringfa3.validation import (
     TRANSPORTS,
     check_bool,
@@ -156,7 +161,9 @@ def ring_attention(
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
     settings = scale, is_deterministic(deterministic), precision, transport
-    call = prepare_call(q, k, v, context, *settings, "forward", sink=sink is not None)
+    call = _thread.take(context, backward=False) or prepare_call(
+        q, k, v, context, *settings, "forward", sink=sink is not None
+    )
     if precision == "native":
         return run_forward(q, k, v, scale, call, sink)
     with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
@@ -170,6 +177,63 @@ def ring_attention(
         if call.plan.world == 1:
             forward_centres.set(lse, centres)
     return out, lse
+
+
+class _Thread(threading.local):
+    """The call that `_begin_first` has prepared, for the op that runs next in this thread."""
+
+    call: PreparedCall | None = None
+
+    def take(self, plan: ContextPlan, backward: bool) -> PreparedCall | None:
+        call, self.call = self.call, None
+        fits = call is not None and call.plan is plan and (call.pass_type == "backward") == backward
+        return call if fits else None
+
+
+_thread = _Thread()
+
+
+def _begin_first(
+    op: str,
+    layouts: bytes,
+    inputs: tuple[torch.Tensor | None, ...],
+    plan: int,
+    scale: float,
+    deterministic: bool,
+    transport: str,
+    stream: int,
+    stream_id: int,
+) -> tuple[ReplayableCall, Begun] | None:
+    """Begins a call of an op that the C++ launcher does not know, for it to issue the call.
+
+    None: the launcher calls the op in Python.
+
+    inputs: of the schedule. layouts: theirs. stream: the current one, and its id.
+    """
+    context = ContextPlan.from_handle(plan)
+    if not context.prepared or torch.is_inference_mode_enabled():
+        return None
+    settings = scale, deterministic, "native", transport
+    if op == "ring_attention":
+        q, k, v, sink = cast(tuple[torch.Tensor, ...], inputs)
+        call = prepare_call(q, k, v, context, *settings, "forward", sink=sink is not None)
+        of_schedule: Hashable = scale
+    else:
+        _, _, q, k, v, _, lse, _ = cast(tuple[torch.Tensor, ...], inputs)
+        call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
+        of_schedule = settings[:3]
+    with _report_errors(call.plan):
+        ring_pass = call.ring_pass()
+        if isinstance(ring_pass, SymmetricRingPass):
+            on_stream = CurrentStream(k.device, stream, False, stream_id)
+            begun = ring_pass.begin_prepared(k, of_schedule, layouts, on_stream)
+            if begun is not None:
+                return begun
+    _thread.call = call
+    return None
+
+
+host.on_first_call(_begin_first)
 
 
 def run_forward(
@@ -220,7 +284,9 @@ def ring_attention_backward(
     settings = scale, deterministic, precision, transport
     inputs = dout, dlse, q, k, v, out, lse, sink
     if precision == "native":
-        call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
+        call = _thread.take(context, backward=True) or prepare_call(
+            q, k, v, context, *settings, "backward", lse=lse
+        )
         grads = run_backward(*inputs[:7], scale, deterministic, call, sink)
     else:  # tiles of keys have a factor each, also those that other ranks attend to
         context = context.aligned(KEY_TILE)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import struct
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ringfa3.kernels import dispatch, forward
@@ -15,7 +18,8 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import ALIGNMENT, Gpu, ScheduleError
 from ringfa3.pass_interface import HostCode
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.schedules.schedule import EncodedSchedule, Inputs, Part, build
+from ringfa3.schedules.encoded import EncodedSchedule, Part, References, numbered_symbol
+from ringfa3.schedules.schedule import DTYPES, Inputs, build
 
 _built = 0
 
@@ -23,25 +27,16 @@ _built = 0
 Resolvers = Mapping[str, Callable[..., int]]
 
 
-class Layout(NamedTuple):
-    """What a schedule depends on of an input."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    alignment: int
-
-
 class Signature(NamedTuple):
     """What the schedule of a plan's call depends on.
 
-    settings: on which launches depend, besides the inputs.
+    settings: on which launches depend, besides the inputs. layouts: of the inputs, by `layouts_of`.
     """
 
     pass_type: str
     num_sms: int
     settings: Hashable
-    layouts: tuple[Layout | None, ...]
+    layouts: bytes
 
 
 def signature_of(
@@ -49,14 +44,51 @@ def signature_of(
 ) -> Signature:
     """The signature of a plan's call; the first input is given. gpu: as in `build`."""
     assert inputs[0] is not None
-    layouts = tuple(None if x is None else _layout(x) for x in inputs)
     sms = num_ctas(inputs[0].device) if gpu is None else gpu.num_sms
-    return Signature(pass_type, sms, settings, layouts)
+    return Signature(pass_type, sms, settings, layouts_of(inputs))
 
 
-def _layout(x: torch.Tensor) -> Layout:
-    """TMA addresses 16 bytes."""
-    return Layout(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT)
+SCALAR_TYPES = {**DTYPES, torch.float64: 7}  # c10::ScalarType
+
+
+def layouts_of(inputs: Inputs) -> bytes:
+    """Shapes, strides, dtypes and alignments of inputs as words, as `Key` of csrc/host/key.h.
+
+    TMA addresses 16 bytes, so steps depend on where in 16 bytes an input begins.
+    """
+    words: list[int] = []
+    for x in inputs:
+        if x is None:
+            words.append(-1)
+        else:
+            begin = x.data_ptr() % ALIGNMENT
+            words.append(x.dim() | SCALAR_TYPES[x.dtype] << 8 | begin << 16)
+            words += (*x.shape, *x.stride())
+    return struct.pack(f"={len(words)}q", *words)
+
+
+class _Layout(NamedTuple):
+    """Of an input; `dtype` is a number."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: int
+    alignment: int
+
+
+def _decoded(layouts: bytes) -> list[_Layout | None]:
+    words = list(struct.unpack(f"={len(layouts) // 8}q", layouts))
+    found: list[_Layout | None] = []
+    while words:
+        first = words.pop(0)
+        if first < 0:
+            found.append(None)
+            continue
+        dims = first & 255
+        shape, strides = tuple(words[:dims]), tuple(words[dims : 2 * dims])
+        found.append(_Layout(shape, strides, first >> 8 & 255, first >> 16))
+        del words[: 2 * dims]
+    return found
 
 
 def _differences(wanted: Signature, found: Signature) -> list[str]:
@@ -64,11 +96,11 @@ def _differences(wanted: Signature, found: Signature) -> list[str]:
     names = [
         name for name in ("num_sms", "settings") if getattr(wanted, name) != getattr(found, name)
     ]
-    pairs = list(zip(wanted.layouts, found.layouts, strict=True))
+    pairs = list(zip(_decoded(wanted.layouts), _decoded(found.layouts), strict=True))
     if any((x is None) != (y is None) for x, y in pairs):
         names.append("optional inputs (sink, gradient of LSE)")
     both = [(x, y) for x, y in pairs if x is not None and y is not None]
-    for name in Layout._fields:
+    for name in _Layout._fields:
         if any(getattr(x, name) != getattr(y, name) for x, y in both):
             names.append(name)
     return names
@@ -115,41 +147,82 @@ def schedules_built() -> int:
     return _built
 
 
-def no_memory(part: Part) -> torch.Tensor:
+class Addresses:
+    """Addresses of symbols in this process, each looked up once, for calls of one stream.
+
+    resolve  the address of a symbol, by its type, from what follows the type
+    """
+
+    def __init__(self, resolve: Resolvers, tensor_of: Callable[[Part], torch.Tensor]) -> None:
+        """tensor_of: memory of a symbol."""
+        self._resolve, self.tensor_of = resolve, tensor_of
+        self._known: set[int] = set()
+        self._lock = threading.Lock()
+        self._of_numbers = np.zeros(0, np.int64)
+
+    @classmethod
+    def of_one_gpu(cls, stream: CurrentStream) -> Addresses:
+        """A call on one GPU has kernels and a work counter."""
+        return cls(kernel_resolvers(stream), _no_memory)
+
+    def of(self, references: References) -> npt.NDArray[np.int64]:
+        """The addresses to add to words, but for tables.
+
+        Raises BuildError, OSError: a kernel cannot be built or loaded.
+        """
+        if not references.symbols <= self._known:
+            with self._lock:
+                for number in references.symbols - self._known:
+                    self._add(number)
+        return self._of_numbers[references.numbers]
+
+    def _add(self, number: int) -> None:
+        name, *rest = numbered_symbol(number)
+        address = self._resolve[name](*rest)
+        if number >= len(self._of_numbers):
+            self._of_numbers = np.resize(self._of_numbers, 2 * number + 1)
+        self._of_numbers[number] = _signed(address)
+        self._known.add(number)
+        if name == "entry":
+            _loaded.add(number)
+
+
+_loaded: set[int] = set()  # symbols of kernels
+
+
+def kernels_loaded(schedule: EncodedSchedule) -> bool:
+    """Whether this process has loaded all kernels of a schedule for a program."""
+    return schedule.references.kernels <= _loaded
+
+
+def kernel_resolvers(stream: CurrentStream) -> Resolvers:
+    """Of launches on a stream. The process never frees a work counter."""
+    return {
+        "entry": entry_address,
+        "counter": lambda: forward.counters.get(stream).data_ptr(),
+    }
+
+
+def _no_memory(part: Part) -> torch.Tensor:
     raise AssertionError(f"a call of one GPU has no {part.symbol}")
 
 
 def link(
-    library: Any,
-    schedule: EncodedSchedule,
-    stream: CurrentStream,
-    resolvers: Resolvers = {},  # noqa: B006  never changed
-    tensor_of: Callable[[Part], torch.Tensor] = no_memory,
+    library: Any, schedule: EncodedSchedule, stream: CurrentStream, addresses: Addresses
 ) -> Any:
-    """The program of the C++ launcher for calls on a stream. Uploads tables that no call has
-    needed.
+    """The program of the C++ launcher for calls on a stream, that of the addresses. Uploads tables
+    that no call has needed.
 
     Raises BuildError, OSError: a kernel cannot be built or loaded.
     """
-    tables = [table.on(stream).memory for table in schedule.tables]
-    held = list(tables)
-
-    def counter() -> int:
-        memory = forward.counters.get(stream)
-        held.append(memory)
-        return memory.data_ptr()
-
-    known: dict[str, Callable[..., int]] = {
-        "table": lambda number: tables[number].data_ptr(),
-        "entry": entry_address,
-        "counter": counter,
-        **resolvers,
-    }
-    begins = [_signed(known[symbol[0]](*symbol[1:])) for symbol in schedule.symbols]
+    references = schedule.references
     words = schedule.words.copy()
-    words[schedule.at] += np.array(begins, np.int64)[schedule.symbol_of]
-    memory = *map(tensor_of, schedule.parts), *held
-    return library.program(words.tobytes(), schedule.names, memory, schedule.held)
+    words[references.at] += addresses.of(references)
+    memory = [addresses.tensor_of(part) for part in schedule.parts]
+    for table, at in zip(schedule.tables, references.tables, strict=True):
+        memory.append(table.copy.on(stream).memory)
+        words[at] += memory[-1].data_ptr()
+    return library.program(words, tuple(memory), schedule.held)
 
 
 def _signed(address: int) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from ringfa3.schedules.encoded import EncodedSchedule
 from ringfa3.schedules.link import Signature
-from ringfa3.schedules.schedule import EncodedSchedule
 
 MAX_PROGRAMS = 64  # of a plan; beyond that all are forgotten
 
@@ -21,25 +21,25 @@ class ProgramCache(Generic[T]):
 
     def __init__(self) -> None:
         self._schedules: dict[Signature, EncodedSchedule | None] = {}
-        self._programs: dict[tuple[Signature, Hashable], T] = {}
+        self._programs: dict[Hashable, T] = {}
 
     def __len__(self) -> int:
         return len(self._programs)
 
-    def get(
-        self,
-        signature: Signature,
-        linked_for: Hashable,
-        find: Callable[[], EncodedSchedule | None],
-        link: Callable[[EncodedSchedule | None], T],
-    ) -> T:
-        """The program, made the first time. find: the signature's schedule, as `schedule_of`."""
-        key = signature, linked_for
-        if key not in self._programs:
+    def schedule(
+        self, signature: Signature, find: Callable[[], EncodedSchedule | None]
+    ) -> EncodedSchedule | None:
+        """The schedule of a signature, found the first time."""
+        if signature not in self._schedules:
+            self._schedules[signature] = find()
+        return self._schedules[signature]
+
+    def get(self, key: Hashable, link: Callable[[], T]) -> T:
+        """The program of a signature and what it is linked for, made the first time."""
+        found = self._programs.get(key)
+        if found is None:
             if len(self._programs) >= MAX_PROGRAMS:
                 self._programs.clear()
                 self._schedules.clear()
-            if signature not in self._schedules:
-                self._schedules[signature] = find()
-            self._programs[key] = link(self._schedules[signature])
-        return self._programs[key]
+            found = self._programs[key] = link()
+        return found

@@ -9,11 +9,11 @@ launcher runs it for calls with equal shapes, strides and settings, on any tenso
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ringfa3.kernels.symbolic import (
@@ -34,8 +34,11 @@ from ringfa3.kernels.symbolic import (
     symbolic_input,
 )
 from ringfa3.kernels.uploads import TableRef
+from ringfa3.schedules.encoded import EncodedSchedule, Part, Wait
 from ringfa3.schedules.steps import (
+    ALLOCATE,
     COPY,
+    FREE,
     POINTER,
     POINTERS,
     SUM_COLUMNS,
@@ -58,7 +61,6 @@ DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # c10::Scalar
 
 Inputs: TypeAlias = Sequence[torch.Tensor | None]
 Results: TypeAlias = tuple[torch.Tensor, ...]
-Wait: TypeAlias = tuple[str, int]  # what for, and the rank that ends it
 
 
 class Buffer(NamedTuple):
@@ -67,38 +69,6 @@ class Buffer(NamedTuple):
     shape: Shape
     dtype: torch.dtype
     first: int
-
-
-class Part(NamedTuple):
-    """A tensor in memory of a symbol; offset in elements."""
-
-    symbol: Symbol
-    offset: int
-    dtype: torch.dtype
-    shape: Shape
-    stride: Shape
-
-
-class EncodedSchedule(NamedTuple):
-    """A schedule in words, which `link` makes a program; it can be pickled.
-
-    words      (n,) int64
-    at         (m,) numbers of words that are offsets from symbols
-    symbol_of  (m,) numbers of these symbols
-    names      to which words refer
-    parts, tables, held, waits
-               as in `Schedule`
-    """
-
-    words: npt.NDArray[np.int64]
-    at: npt.NDArray[np.intp]
-    symbol_of: npt.NDArray[np.intp]
-    symbols: tuple[Symbol, ...]
-    names: tuple[str, ...]
-    parts: tuple[Part, ...]
-    tables: tuple[TableRef, ...]
-    held: tuple[object, ...]
-    waits: tuple[tuple[int, tuple[Wait, ...]], ...]
 
 
 class Schedule(NamedTuple):
@@ -124,13 +94,25 @@ class Schedule(NamedTuple):
     waits: dict[int, list[Wait]]
 
     def encode(self) -> EncodedSchedule:
-        words = Words(self.symbols)
-        words.add(len(self.buffers))
-        for shape, dtype, first in self.buffers:
-            words.add(DTYPES[dtype], first, len(shape), *shape)
-        words.add(self.inputs, len(self.steps))
-        for step in self.steps:
-            step.encode(words)
+        """Buffers are allocated before their first step, and freed after their last one."""
+        freed = {tensor: n for n, step in enumerate(self.steps) for tensor in step.tensors()}
+        for output in self.outputs:
+            freed.pop(output.tensor, None)
+        words, buffers = Words(self.symbols), deque(self.buffers)
+        words.add(0)
+        count = 0
+        for number, step in enumerate([*self.steps, None]):
+            while buffers and (step is None or buffers[0].first <= number):
+                shape, dtype, _ = buffers.popleft()
+                words.add(ALLOCATE, DTYPES[dtype], len(shape), *shape)
+                count += 1
+            if step is not None:
+                step.encode(words)
+                count += 1
+            for tensor in sorted(x for x in freed if freed[x] == number and x >= self.inputs):
+                words.add(FREE, tensor)
+                count += 1
+        words.values[0] = count
         words.add(len(self.outputs))
         for output in self.outputs:
             words.add(*output.words())
@@ -139,7 +121,6 @@ class Schedule(NamedTuple):
             np.array(words.at, np.intp),
             np.array(words.symbol_of, np.intp),
             tuple(self.symbols),
-            tuple(words.names),
             tuple(self.parts),
             tuple(self.tables),
             tuple(self.held),

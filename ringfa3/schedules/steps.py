@@ -1,6 +1,6 @@
 """The steps of a schedule, and how words encode them.
 
-csrc/host/program.h has the same steps in C++, csrc/host/read_program.h reads the words.
+csrc/host/program.h reads the words and runs the steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "round_gradients": local_kv.RoundGradientsArgs,
 }
 POINTERS = {name: pointer_offsets(structure) for name, structure in STRUCTURES.items()}
-LAUNCH, ZERO, COPY, DRIVER_CALL, MEMORY_OPS, SUM_COLUMNS = range(6)  # in words
+LAUNCH, ZERO, COPY, DRIVER_CALL, MEMORY_OPS, SUM_COLUMNS, ALLOCATE, FREE = range(8)  # in words
 POINTER = 8  # bytes
 DRIVER_WORDS = 4  # arguments of a driver call, at most
 OPERATION_WORDS = 6  # of cuda_driver.MemoryOp
@@ -46,14 +46,9 @@ class Words:
         self.values: list[int] = []
         self.at: list[int] = []  # words that are offsets
         self.symbol_of: list[int] = []  # of each of these
-        self.names: list[str] = []
 
     def add(self, *values: int) -> None:
         self.values += values
-
-    def refer(self, symbol: Symbol, offset: int = 0) -> None:
-        """Adds an address."""
-        self._refer(self.symbols.setdefault(symbol, len(self.symbols)), offset)
 
     def add_values(self, values: Sequence[int]) -> None:
         """Adds numbers and symbolic addresses, which no number is as large as."""
@@ -64,8 +59,9 @@ class Words:
             else:
                 self._refer(number, value & ((1 << OFFSET_BITS) - 1))
 
-    def add_bytes(self, data: bytes, addresses: Sequence[tuple[int, Address]]) -> None:
-        """Adds bytes, of which those at some places are addresses of symbols."""
+    def add_bytes(self, data: bytes, addresses: Sequence[tuple[int, Address]] = ()) -> None:
+        """Adds bytes after their count; those at some places are addresses of symbols."""
+        self.values.append(len(data))
         first = len(self.values)
         self.values += np.frombuffer(data + bytes(-len(data) % POINTER), np.int64).tolist()
         for at, (number, offset) in addresses:
@@ -74,9 +70,11 @@ class Words:
             self.at.append(word)
             self.symbol_of.append(number - SYMBOLS)
 
-    def name(self, name: str) -> None:
-        self.names.append(name)
-        self.values.append(len(self.names) - 1)
+    def call(self, operation: int, symbol: Symbol, name: str) -> None:
+        """Adds a call of a symbol; name: for an error."""
+        self.values.append(operation)
+        self._refer(self.symbols.setdefault(symbol, len(self.symbols)), 0)
+        self.add_bytes(name.encode())
 
     def _refer(self, number: int, offset: int) -> None:
         self.at.append(len(self.values))
@@ -93,8 +91,7 @@ class View(NamedTuple):
     stride: Shape
 
     def words(self) -> Iterator[int]:
-        yield from (self.tensor, self.offset, len(self.shape), *self.shape)
-        yield from (len(self.stride), *self.stride)
+        yield from (self.tensor, self.offset, len(self.shape), *self.shape, *self.stride)
 
     def text(self, names: Sequence[str]) -> str:
         if self.tensor < 0:
@@ -117,12 +114,14 @@ class Launch(NamedTuple):
     addresses: tuple[tuple[int, Address], ...]
 
     def encode(self, words: Words) -> None:
-        words.add(LAUNCH)
-        words.refer(("entry", self.unit, self.name))
-        words.name(f"{self.name} of {self.unit.name}")
-        words.add(len(self.args))
+        entry = "entry", self.unit, self.name
+        words.call(LAUNCH, entry, f"{self.name} of {self.unit.name}")
         words.add_bytes(self.args, self.addresses)
         words.add(len(self.patches), *(x for at, address in self.patches for x in (at, *address)))
+
+    def tensors(self) -> Iterator[int]:
+        """Inputs and buffers that the step reads or writes, and negative numbers."""
+        return (address.tensor for _, address in self.patches)
 
     def text(self, names: Sequence[str]) -> str:
         structure = STRUCTURES[self.name]
@@ -143,6 +142,9 @@ class Fill(NamedTuple):
     def encode(self, words: Words) -> None:
         words.add(ZERO, *self.target.words())
 
+    def tensors(self) -> Iterator[int]:
+        yield self.target.tensor
+
     def text(self, names: Sequence[str]) -> str:
         return f"zero {self.target.text(names)}"
 
@@ -156,6 +158,9 @@ class Combine(NamedTuple):
 
     def encode(self, words: Words) -> None:
         words.add(self.operation, *self.target.words(), *self.source.words())
+
+    def tensors(self) -> Iterator[int]:
+        yield from (self.target.tensor, self.source.tensor)
 
     def text(self, names: Sequence[str]) -> str:
         name = "copy" if self.operation == COPY else "sum columns"
@@ -173,11 +178,12 @@ class DriverCall(NamedTuple):
     description: str
 
     def encode(self, words: Words) -> None:
-        words.add(DRIVER_CALL)
-        words.refer(("driver", self.name))
-        words.name(self.name)
+        words.call(DRIVER_CALL, ("driver", self.name), self.name)
         words.add_values(self.arguments)
         words.add(*[0] * (DRIVER_WORDS - len(self.arguments)))
+
+    def tensors(self) -> Iterator[int]:
+        return iter(())
 
     def text(self, _: Sequence[str]) -> str:
         return self.description
@@ -199,17 +205,17 @@ class MemoryOps(NamedTuple):
     description: str
 
     def encode(self, words: Words) -> None:
-        words.add(MEMORY_OPS)
-        words.refer(("driver", self.name))
-        words.name(self.name)
+        words.call(MEMORY_OPS, ("driver", self.name), self.name)
         words.add_values((self.stream,))
-        bytes_of_one = OPERATION_WORDS * POINTER
-        words.add(len(self.operations), len(self.operations) * bytes_of_one)
+        words.add(len(self.operations))
         for operation in self.operations:
             words.add_values((*operation, 0, 0))
         words.add(len(self.counts))
         for number, stream in self.counts:
-            words.add(number * bytes_of_one + VALUE * POINTER, stream)
+            words.add(number * OPERATION_WORDS + VALUE, stream)
+
+    def tensors(self) -> Iterator[int]:
+        return iter(())
 
     def text(self, _: Sequence[str]) -> str:
         return self.description

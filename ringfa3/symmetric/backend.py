@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.schedules.link import Resolvers
-from ringfa3.schedules.schedule import Part
+from ringfa3.schedules.encoded import Part
+from ringfa3.schedules.link import Addresses, Resolvers, kernel_resolvers
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.cuda_driver import entry_address
 from ringfa3.symmetric.cuda_graphs import ReplayWaits, fork_join
@@ -181,9 +180,9 @@ class SymmetricBackend:
         self._enter = [cuda_driver.set_context(cuda_driver.current_context())]
         side = (Stream.KV, Stream.GRADIENTS)
         self._streams: dict[Stream, torch.cuda.Stream] = {s: _stream(device) for s in side}
-        self._waits = dict.fromkeys(Stream, 0)  # for signals, so far, of each stream
+        self._waits: dict[int, int] = dict.fromkeys(Stream, 0)  # for signals, so far
         self._events: dict[Event, int] = {}
-        self._entry_address = cache(entry_address)
+        self._addresses: dict[object, Addresses] = {}  # by compute stream and parity
         self.arrivals = torch.zeros(group.world, dtype=torch.int32, device=device)
         self.row_bytes: Mapping[Buffer, int] = {}
         self._watchdog = Watchdog(
@@ -218,6 +217,7 @@ class SymmetricBackend:
 
     def _clear_call_caches(self) -> None:
         self._call_caches.clear()
+        self._addresses.clear()
         self._cache_version += 1
 
     def _start_fork_join(self) -> None:
@@ -271,9 +271,14 @@ class SymmetricBackend:
         begin = rows.begin * self.row_bytes[rows.buffer]
         return self.memory.address(rows.rank, rows.buffer, rows.slot) + begin
 
-    def resolvers(self, parity: int) -> Resolvers:
-        """As `Linker.resolvers`."""
+    def addresses(self, stream: CurrentStream, parity: int) -> Addresses:
+        """As `Linker.addresses`."""
+        key = self._streams[Stream.COMPUTE], stream.id, parity
+        if key not in self._addresses:
+            self._addresses[key] = Addresses(self._resolvers(stream, parity), self._tensor_of)
+        return self._addresses[key]
 
+    def _resolvers(self, stream: CurrentStream, parity: int) -> Resolvers:
         def slot(rank: int, buffer: Buffer, number: int | None) -> int:
             return self.memory.address(rank, buffer, parity if number is None else number)
 
@@ -281,17 +286,18 @@ class SymmetricBackend:
             return self.signals.address(Signal(sender, receiver, purpose, parity))
 
         return {
+            **kernel_resolvers(stream),
             "stream": self.handle,
             "event": self.event,
             "signal": signal,
             "waits": self.signals.counter,
             "arrivals": self.arrivals.data_ptr,
             "slot": slot,
-            "driver": self._entry_address,
+            "driver": entry_address,
         }
 
-    def tensor_of(self, part: Part) -> torch.Tensor:
-        """As `Linker.tensor_of`. Kernels compute on no slot that a parity selects."""
+    def _tensor_of(self, part: Part) -> torch.Tensor:
+        """This rank's own memory. Kernels compute on no slot that a parity selects."""
         _, _, buffer, slot = part.symbol
         memory = self.memory.local(buffer, slot).view(part.dtype)
         return memory.as_strided(part.shape, part.stride, memory.storage_offset() + part.offset)
@@ -300,43 +306,39 @@ class SymmetricBackend:
         for stream, names, counts in prepared.waits:
             for i, count in enumerate(counts, self._waits[stream] + 1):
                 count.value = i & MASK
-            self._post(stream, names)
+            self._waits[stream] += len(names)
+            self._watchdog.post(stream, names, self.group.call)
         cuda_driver.issue(prepared.calls)
-
-    def _post(self, stream: Stream, names: Sequence[str]) -> None:
-        """Counts waits that are about to be issued, and names them to the watchdog."""
-        self._waits[stream] += len(names)
-        self._watchdog.post(stream, names, self.group.call)
 
     def replay(self, program: RingProgram, inputs: Inputs, stream: CurrentStream) -> Tensors:
         """As `Backend.replay`. Raises as `RingProgram.run`."""
-        waits = tuple(self._waits.values())
-        for waiting, names in program.posts:
-            self._post(waiting, names)
+        _, waits = self.begun(program)
         return program.run(inputs, stream, waits)
 
-    def replayable(self) -> ReplayableCall:
-        return ReplayableCall(
-            self, self.group.agreement_snapshot(), self._compute, self._cache_version
-        )
+    def begun(self, program: RingProgram) -> Begun:
+        """As `Backend.begun`: counts waits that are about to be issued, and names them to the
+        watchdog."""
+        waits, call = tuple(self._waits.values()), self.group.call
+        for stream, number, names in program.posts:
+            self._waits[stream] += number
+            self._watchdog.post(stream, names, call)
+        return program.held, waits
+
+    def replayable(self, link: Callable[[int], RingProgram]) -> ReplayableCall:
+        agreed = self.group.agreement_snapshot()
+        return ReplayableCall(self, agreed, self._compute, self._cache_version, link)
 
     def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> Begun | None:
         """As `ReplayableCall.begin`."""
-        program = call.programs[self.calls % 2]
-        if (
-            program is None
-            or self._cache_version != call.cache_version
-            or self._compute != call.stream
-        ):
+        if self._cache_version != call.cache_version or self._compute != call.stream:
             return None
+        parity = self.calls % 2
+        program = call.programs[parity] or call.program(parity)
         if not self.group.begin_again(call.agreed, lse):
             return None
         self.captured = False
         self.calls += 1
-        waits = tuple(self._waits.values())
-        for waiting, names in program.posts:
-            self._post(waiting, names)
-        return program.held, waits
+        return self.begun(program)
 
     def returned(self, lse: torch.Tensor) -> None:
         self.group.returned(lse)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from ringfa3.schedules.link import signature_of
 from ringfa3.schedules.schedule import Inputs, build
 from ringfa3.symmetric.forward_mode import select_forward_mode
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.symmetric.stream_ops import BufferSpec
 from ringfa3.validation import check_scale
 
 META = torch.device("meta")
@@ -98,11 +99,11 @@ class KernelSpec:
         dlse = torch.empty_like(lse) if self.lse_gradient else None
         mode = select_forward_mode(plan, q, k)
         forward = "gathered" if plan.world > 1 and mode == "gathered" else "forward"
-        self._add(plan, forward, (q, k, v, sink), scale, partial(forward_hops, scale))
+        self._add(plan, forward, k, (q, k, v, sink), scale, partial(forward_hops, scale))
         settings = scale, self.deterministic, "native"
         inputs = dout, dlse, q, k, v, out, lse, sink
         code = partial(gradients, scale, self.deterministic)
-        self._add(plan, "backward", inputs, settings, code)
+        self._add(plan, "backward", k, inputs, settings, code)
 
     def _tensors(self, plan: ContextPlan) -> list[torch.Tensor]:
         """q, k, v, out and dout, without data."""
@@ -117,17 +118,26 @@ class KernelSpec:
         return [*made, *(torch.empty(shape, dtype=self.dtype, device=META) for _ in range(2))]
 
     def _add(
-        self, plan: ContextPlan, pass_type: str, inputs: Inputs, settings: Hashable, code: Any
+        self,
+        plan: ContextPlan,
+        pass_type: str,
+        k: torch.Tensor,
+        inputs: Inputs,
+        settings: Hashable,
+        code: Any,
     ) -> None:
         gpu = Gpu(self.num_sms)
         signature = signature_of(pass_type, inputs, settings, gpu)
         if signature in plan.prepared:
             return
         ring_pass: RingPass = LocalPass(plan, pass_type)
+        spec = None
         if plan.world > 1:
             ring_pass = SymmetricRingPass(None, plan, pass_type)
+            spec = BufferSpec(plan, pass_type, k)
+            _ = spec.slot_bytes  # which travel along
         try:
             call = partial(code, _Call(plan), ring_pass)
-            plan.prepared[signature] = build(inputs, call, gpu).encode()
+            plan.prepared[signature] = replace(build(inputs, call, gpu).encode(), spec=spec)
         except ScheduleError:  # the PyTorch fallback runs such calls
             return

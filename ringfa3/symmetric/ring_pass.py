@@ -15,16 +15,19 @@ import torch
 
 from ringfa3 import host
 from ringfa3.kernels.dispatch import select_local_kv
+from ringfa3.kernels.launch import num_ctas
 from ringfa3.kernels.local_kv import LocalKV, Returns
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import current_builder
 from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
-from ringfa3.schedules.link import schedule_of, signature_of
+from ringfa3.schedules.encoded import EncodedSchedule
+from ringfa3.schedules.link import Signature, kernels_loaded, schedule_of, signature_of
 from ringfa3.schedules.program_cache import MAX_PROGRAMS, ProgramCache
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
+    Begun,
     Inputs,
     Linker,
     ReplayableCall,
@@ -93,13 +96,15 @@ class Backend(Memory, Linker, Protocol):
         """Issues the whole call under way by a program on the compute stream, and returns its
         results."""
 
-    def replayable(self) -> ReplayableCall:
-        """The call under way, for the C++ launcher to start calls like it."""
+    def begun(self, program: RingProgram) -> Begun:
+        """For the C++ launcher to issue the call under way."""
+
+    def replayable(self, link: Callable[[int], RingProgram]) -> ReplayableCall:
+        """For the C++ launcher to start calls like the one under way. link: by parity."""
 
 
 class Step(NamedTuple):
-    """Prepared operations, then the work that follows them and its tensors. The last has no
-    work."""
+    """Prepared operations, then work on tensors, which the last step has not."""
 
     prepared: Any
     work: Work | None
@@ -128,7 +133,6 @@ class CachedCalls(NamedTuple):
 
 
 CallCache: TypeAlias = MutableMapping[Plan, CachedCalls]
-
 
 _specs: weakref.WeakKeyDictionary[Plan, dict[object, BufferSpec]] = weakref.WeakKeyDictionary()
 
@@ -162,19 +166,21 @@ class SymmetricRingPass:
         """As `RingPass.hops`."""
         return self._plan.gathered if self._pass_type == "gathered" else self._plan.hops
 
-    def _begin(self, k: torch.Tensor) -> int:
-        """Begins the call and returns its parity."""
-        backend, plan = self._backend, self._plan
+    def _spec_of(self, k: torch.Tensor) -> BufferSpec:
         self._key = key = (self._pass_type, k.dtype, k.shape[1], k.shape[2])
-        specs = _specs.setdefault(plan.hops, {})
-        spec = specs.get(key)
-        if spec is None:
-            spec = specs[key] = BufferSpec(plan, self._pass_type, k)
-        self._spec = spec
-        self._parity = parity = backend.begin(spec)
-        known = backend.call_cache.get(plan.hops)
+        specs = _specs.setdefault(self._plan.hops, {})
+        if key not in specs:
+            specs[key] = BufferSpec(self._plan, self._pass_type, k)
+        return specs[key]
+
+    def _begin(self, spec: BufferSpec) -> int:
+        """Begins the call. Returns its parity."""
+        self._spec, hops = spec, self._plan.hops
+        self._parity = parity = self._backend.begin(spec)
+        known = self._backend.call_cache.get(hops)
         if known is None:
-            known = backend.call_cache.setdefault(plan.hops, CachedCalls({}, ProgramCache(), {}))
+            known = CachedCalls({}, ProgramCache(), {})
+            known = self._backend.call_cache.setdefault(hops, known)
         self._known = known
         return parity
 
@@ -185,33 +191,53 @@ class SymmetricRingPass:
         library = host.library()
         if library is None or torch.cuda.is_current_stream_capturing():
             return None
-        parity = self._begin(k)
+        parity = self._begin(self._spec_of(k))
         stream = CurrentStream.of(k.device)
         signature = signature_of(self._pass_type, inputs, settings)
-        program = self._known.programs.get(
+        schedule = self._known.programs.schedule(
             signature,
-            (stream.id, parity),
             lambda: schedule_of(self._plan, signature, inputs, code, not self._backend.joins),
-            lambda made: RingProgram.of(library, made, stream, self._backend, parity),
         )
+        link = self._linker(library, signature, schedule, stream)
+        program = link(parity)
         if program.held is None:
             return None
         if library.ring_wanted():
-            call = self._replayable((signature, stream.id), parity, program)
-            library.keep_ring(call)
+            library.keep_ring(self._replayable((signature, stream.id), link))
         return self._backend.replay(program, inputs, stream)
 
-    def _replayable(self, signature: Hashable, parity: int, program: RingProgram) -> ReplayableCall:
-        """As the call under way, with what is known of the other parity."""
+    def begin_prepared(
+        self, k: torch.Tensor, settings: Hashable, layouts: bytes, stream: CurrentStream
+    ) -> tuple[ReplayableCall, Begun] | None:
+        """Begins a call whose schedule its plan has, for the C++ launcher to issue it and others
+        like it. None, and nothing has begun: the caller runs `run_schedule`.
+
+        k, settings: as in `run_schedule`. layouts: of its inputs, as `layouts_of`.
+        """
+        backend, library = self._backend, host.library()
+        signature = Signature(self._pass_type, num_ctas(k.device), settings, layouts)
+        schedule = self._plan.prepared.get(signature)
+        if schedule is None or backend.joins or not kernels_loaded(schedule):
+            return None
+        parity = self._begin(schedule.spec)
+        link = self._linker(library, signature, schedule, stream)
+        return self._replayable((signature, stream.id), link), backend.begun(link(parity))
+
+    def _linker(
+        self, library: Any, signature: Signature, found: EncodedSchedule | None, on: CurrentStream
+    ) -> Callable[[int], RingProgram]:
+        """The program of a parity. It holds no plan, which would never die."""
+        programs = self._known.programs
+        linked = partial(RingProgram.of, library, found, on, self._backend)
+        return lambda parity: programs.get((signature, on.id, parity), lambda: linked(parity))
+
+    def _replayable(self, key: Hashable, link: Callable[[int], RingProgram]) -> ReplayableCall:
+        """As the call under way."""
         known = self._known.replayable
-        if signature not in known and len(known) >= MAX_PROGRAMS:
+        if key not in known and len(known) >= MAX_PROGRAMS:
             known.clear()
-        earlier = known.get(signature)
-        call = known[signature] = self._backend.replayable()
-        if earlier is not None:
-            call.programs = earlier.programs
-        call.programs[parity] = program
-        return call
+        known[key] = self._backend.replayable(link)
+        return known[key]
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; publishes k and v."""
@@ -234,7 +260,7 @@ class SymmetricRingPass:
 
     def _known_steps(self, k: torch.Tensor, waits_in_kernel: bool) -> PreparedSteps:
         """The steps of a call that Python issues; begins the call."""
-        parity = self._begin(k) if self._parity is None else self._parity
+        parity = self._begin(self._spec_of(k)) if self._parity is None else self._parity
         prepared, key = self._known.steps, (self._key, waits_in_kernel, parity)
         if key not in prepared:
             backend = self._backend

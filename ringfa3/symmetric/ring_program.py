@@ -17,8 +17,9 @@ import torch
 
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import Symbol
-from ringfa3.schedules.link import Resolvers, link
-from ringfa3.schedules.schedule import EncodedSchedule, Part, ScheduleBuilder
+from ringfa3.schedules.encoded import EncodedSchedule, Wait
+from ringfa3.schedules.link import Addresses, link
+from ringfa3.schedules.schedule import ScheduleBuilder
 from ringfa3.schedules.steps import DriverCall, MemoryOps
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.stream_ops import (
@@ -38,7 +39,7 @@ from ringfa3.symmetric.stream_ops import (
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Inputs: TypeAlias = tuple[torch.Tensor | None, ...]
-Posts: TypeAlias = Sequence[tuple[Stream, Sequence[str]]]
+Posts: TypeAlias = Sequence[tuple[int, int, Sequence[str]]]  # stream, how many waits, their names
 
 
 class Driver(Protocol):
@@ -148,7 +149,7 @@ class ScheduleDriver:
     def words(self, stream: Stream, operations: Sequence[Operation]) -> None:
         made: list[tuple[int, int, int, int]] = []
         counts: list[tuple[int, int]] = []
-        waits: list[tuple[str, int]] = []
+        waits: list[Wait] = []
         description: list[str] = []
         address = self._builder.address
         write, wait = (_fields(x) for x in (cuda_driver.write(0, 0), cuda_driver.wait(0, 0)))
@@ -248,11 +249,23 @@ class Linker(Protocol):
 
     ranks: list[int]
 
-    def resolvers(self, parity: int) -> Resolvers:
-        """Of the symbols of a call of a parity."""
+    def addresses(self, stream: CurrentStream, parity: int) -> Addresses:
+        """Of the symbols of calls of a parity on a stream."""
 
-    def tensor_of(self, part: Part) -> torch.Tensor:
-        """Of this rank's own memory."""
+
+class WaitNames(Sequence[str]):
+    """Names of a stream's waits, for messages."""
+
+    def __init__(self, ranks: Sequence[int], waits: Sequence[Wait]) -> None:
+        """ranks: of the job, by rank of the group."""
+        self._ranks, self._waits = ranks, waits
+
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def __getitem__(self, number: Any) -> Any:
+        what, sender = self._waits[number]
+        return f"{what} rank {self._ranks[sender]}"
 
 
 class RingProgram(NamedTuple):
@@ -260,7 +273,7 @@ class RingProgram(NamedTuple):
 
     library  that made it
     held     by which the library knows it; None if Python runs all such calls
-    posts    names of its waits, for each stream, as the watchdog gets them
+    posts    its waits, for each stream, as the watchdog gets them
     """
 
     library: Any
@@ -279,11 +292,8 @@ class RingProgram(NamedTuple):
         """The program of a call with this schedule and parity; None: no schedule describes it."""
         if schedule is None:
             return cls(library, None, ())
-        posts = [
-            (Stream(on), [f"{what} rank {linker.ranks[sender]}" for what, sender in waits])
-            for on, waits in schedule.waits
-        ]
-        held = link(library, schedule, stream, linker.resolvers(parity), linker.tensor_of)
+        posts = [(on, len(x), WaitNames(linker.ranks, x)) for on, x in schedule.waits]
+        held = link(library, schedule, stream, linker.addresses(stream, parity))
         return cls(library, held, posts)
 
     def run(self, inputs: Inputs, stream: CurrentStream, waits: Sequence[int]) -> Tensors:
@@ -321,13 +331,34 @@ class ReplayableCall:
     agreed         of the group, by which it begins again
     stream         the compute stream
     cache_version  of the backend's call cache
-    programs       by parity
+    programs       by parity, once linked
     """
 
-    def __init__(self, backend: Beginner, agreed: Any, stream: object, cache_version: int) -> None:
+    def __init__(
+        self,
+        backend: Beginner,
+        agreed: Any,
+        stream: object,
+        cache_version: int,
+        link: Callable[[int], RingProgram],
+    ) -> None:
+        """link: the program of a parity."""
         self._backend, self.agreed = backend, agreed
         self.stream, self.cache_version = stream, cache_version
+        self._link = link
         self.programs: list[RingProgram | None] = [None, None]
+
+    def program(self, parity: int) -> RingProgram:
+        """Links the program of a parity, at its first call.
+
+        Raises what `link` raises, after it has told the other ranks.
+        """
+        try:
+            self.programs[parity] = made = self._link(parity)
+        except Exception as error:
+            self._backend.report_failure(error)
+            raise
+        return made
 
     def begin(self, lse: torch.Tensor | None) -> Begun | None:
         """Begins the call. None, and nothing has begun: Python must look at it.

@@ -3,13 +3,16 @@ do nothing.
 
 `python -m tests.support.ring_host_time` prints the medians of both hosts, in turn: time that the
 thread of one rank runs on the CPU, for an op without the checks and the agreement that Python's
-call begins with. "first" is a plan's first call, with its tilings, tables and schedule. A GPU's
-driver adds its own time to each call, launch and allocation.
+call begins with. "first" is a plan's first call, with its tilings, tables and schedule; "prepared"
+is the first call of a plan that a loader has prepared and sent. A GPU's driver adds its own time to
+each call, launch and allocation.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import pickle
 import tempfile
 import threading
 from collections.abc import Callable
@@ -20,23 +23,25 @@ from unittest import mock
 import numpy as np
 import torch
 
-from ringfa3 import host, plan_context
+from ringfa3 import KernelSpec, host, plan_context
 from ringfa3.build.host_library import ensure_host_library
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring import op
 from ringfa3.ring.prepare_call import PreparedCall
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.signals import Signals
 from tests.support.fake_cuda import FakeGroup, Ranks
 from tests.support.fake_driver import LoggedCuda
-from tests.support.fake_kernels import FakeKernels, compile_kernels
+from tests.support.fake_kernels import SMS, FakeKernels, compile_kernels
 from tests.support.host_time import ROUNDS, microseconds
 
 CPU = torch.device("cpu")
 WORLDS = (2, 4)
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 128, 16, 8, 64  # of a rank
+SCALE = 0.125
 WARM_UP = 4  # calls: of both parities one builds the program, one begins again
 
 
@@ -55,13 +60,24 @@ def calls(plan: ContextPlan) -> dict[str, Callable[[], object]]:
     q, dout, out = (torch.randn(TOKENS, HEADS, HEAD_DIM).bfloat16() for _ in range(3))
     k, v = (torch.randn(TOKENS, KV_HEADS, HEAD_DIM).bfloat16() for _ in range(2))
     lse = torch.randn(HEADS, TOKENS)
-    settings = plan.handle, 0.125, False, "native"
+    settings = plan.handle, SCALE, False, "native"
     made: dict[str, Callable[[], object]] = {
         pass_type: partial(op.ring_attention, q, k, v, None, *settings, transport)
         for transport, pass_type in PASS_TYPES.items()
     }
     inputs = dout, None, q, k, v, out, lse, None
     return {**made, "backward": partial(op.ring_attention_backward, *inputs, *settings, "auto")}
+
+
+def loaded(cut: int, world: int) -> ContextPlan:
+    """A plan as a loader sends it, prepared for both forward modes."""
+    plan = plan_context([0, cut, TOKENS * world], (0, world))
+    spec = KernelSpec(HEADS, KV_HEADS, HEAD_DIM, num_sms=SMS, softmax_scale=SCALE)
+    for mode in FORWARD_MODES:
+        with mock.patch.dict(os.environ, {FORWARD_MODE_ENV: mode}):
+            spec.prepare(plan)
+    sent: ContextPlan = pickle.loads(pickle.dumps(plan))
+    return sent
 
 
 def prepare(backend: SymmetricBackend, *given: object, **_: object) -> PreparedCall:
@@ -110,6 +126,14 @@ def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[floa
                         taken = microseconds(call, 1)
                         if number:
                             times.setdefault((f"{pass_type}, first", name), []).append(taken)
+            for name in host.HOSTS:
+                host.select(name)
+                plans = [loaded(9 + 2 * number, world) for number in range(2 * ROUNDS)]
+                made = [calls(plan) for plan in plans]
+                for by_type in made:
+                    for pass_type, call in by_type.items():
+                        taken = microseconds(call, 1)
+                        times.setdefault((f"{pass_type}, prepared", name), []).append(taken)
     return times
 
 

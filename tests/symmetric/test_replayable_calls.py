@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -26,13 +24,14 @@ from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from tests.support.fake_driver import Computations, in_terms
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import equal
+from tests.support.python_frames import frames
 from tests.symmetric.test_ring_program import PASS_TYPES, SCALE, Call, Rank, on_ranks
 
 # One for each pass type, so that the library tells them apart: in a call the plan chooses it.
 TRANSPORTS = {"forward": "auto", "gathered": "symmetric", "backward": "auto"}
 INPUTS = "q", "k", "v", "dout", "out", "lse"
 Change = Callable[[dict[str, torch.Tensor]], None]
-OWN_TURNS = 1  # of a pass type and parity: the first call builds the schedule
+OWN_TURNS = 1  # of a pass type: the first call builds the schedule
 MAX_FRAMES = 6  # of Python in a call that begins again: two, and two for each stream that waits
 
 
@@ -134,8 +133,8 @@ def test_a_call_that_begins_again_does_what_python_does(
                     log, results = rank.call(pass_type, step // 2)
                     waits = [n - before[s] for s, n in backend._waits.items()]
                     made.setdefault(which, []).append((pass_type, step, log, waits, results))
-        begun = len(PASS_TYPES) * (steps - 2 * OWN_TURNS)
-        assert (group.begun, rank.prepared) == (begun, 2 * OWN_TURNS * len(PASS_TYPES))
+        begun = len(PASS_TYPES) * (steps - OWN_TURNS)
+        assert (group.begun, rank.prepared) == (begun, OWN_TURNS * len(PASS_TYPES))
         for python, cpp in zip(made["python"], made["cpp"], strict=True):
             # a log of Python begins with the call that sets the context
             assert cpp[2] in (python[2], python[2][1:]), f"{cpp[:2]}"
@@ -211,7 +210,7 @@ def test_a_call_that_differs_is_of_another_kind(
             TRANSPORTS["backward"] = "symmetric"
         choose("cpp")
         begun, prepared = rank.rank.group.begun, rank.prepared
-        assert begun == 2
+        assert begun == 2 * (OWN_TURNS + 1) - OWN_TURNS
         found = rank.call("backward", 0, **options)
         assert (rank.rank.group.begun, rank.prepared) == (begun, prepared + 1)
         assert all(map(equal, found[1], wanted[1]))
@@ -228,7 +227,7 @@ def test_a_call_begins_again_after_another_agreement(kernels: FakeKernels) -> No
         rank.all_kinds(2)  # makes room in the shared memory
         choose("cpp")
         rank.all_kinds(4)
-        for begun in (2, 5, 8):
+        for begun in (3, 6, 9):
             assert group.begun == begun * len(PASS_TYPES)
             group.snapshot += 1
             rank.all_kinds(4)  # the first of them Python begins
@@ -243,12 +242,13 @@ def test_a_call_of_earlier_memory_does_not_begin(kernels: FakeKernels) -> None:
         rank.all_kinds(2)  # makes room in the shared memory
         choose("cpp")
         rank.all_kinds(4)
-        held, begun = list(rank.rank.backend.call_cache.values()), rank.rank.group.begun
-        assert begun == 2 * len(PASS_TYPES)
+        held = list(rank.rank.backend.call_cache.values())
+        assert rank.rank.group.begun == 3 * len(PASS_TYPES)
         larger = rank.rank.new_plan(64)
         for pass_type in 2 * PASS_TYPES:
             rank.call(pass_type, 0, larger)
-        rank.all_kinds(2)
+        begun = rank.rank.group.begun
+        rank.all_kinds(1)
         assert held
         assert rank.rank.group.begun == begun
 
@@ -268,7 +268,7 @@ def test_python_looks_at_a_call_that_may_not_begin(kernels: FakeKernels) -> None
             assert same(rank.all_kinds(turns), wanted)
             assert group.begun - before == len(PASS_TYPES) * begun
 
-        expect(4, 2)
+        expect(4, 3)
         group.refuses = True
         expect(2, 0)
         group.refuses = False
@@ -276,11 +276,11 @@ def test_python_looks_at_a_call_that_may_not_begin(kernels: FakeKernels) -> None
         larger = rank.rank.new_plan(64)
         for pass_type in 2 * PASS_TYPES:
             rank.call(pass_type, 0, larger)
-        expect(4, 2)
+        expect(4, 3)
         first = ranks._current[group.rank]
         ranks._current[group.rank] = cuda.stream(compute=True)
         kernels.use(8)
-        expect(4, 2)
+        expect(4, 3)
         ranks._current[group.rank] = first
         kernels.use()
         before = group.begun
@@ -293,7 +293,7 @@ def test_python_looks_at_a_call_that_may_not_begin(kernels: FakeKernels) -> None
             rank.call("forward", 0)
             kernels.library.fake_capture(0)
         assert group.begun == before + 1 + 2 * len(PASS_TYPES)
-        expect(4, 2)
+        expect(4, 3)
         choose("python")
         expect(2, 0)
 
@@ -329,20 +329,14 @@ def test_a_steady_call_enters_few_frames_of_python(kernels: FakeKernels) -> None
         choose("cpp")
         rank.all_kinds(2 * OWN_TURNS + 2)
         q, k, v, dout, out, lse = rank.rank.inputs(0, rank.rank.plan)
-        entered: list[str] = []
-
-        def profile(frame: FrameType, event: str, _: object) -> None:
-            code = frame.f_code
-            fake = code.co_filename.endswith("cuda_driver.py")  # of the driver that only logs
-            if event == "call" and "/ringfa3/" in code.co_filename and not fake:
-                entered.append(code.co_qualname if sys.version_info >= (3, 11) else code.co_name)
-
         rank.pass_type = "backward"
         settings = rank.rank.plan.handle, SCALE, False, "native", TRANSPORTS["backward"]
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():  # as a node's backward
-            sys.setprofile(profile)
+        with (
+            torch.no_grad(),
+            torch._C._AutoDispatchBelowAutograd(),  # as a node's backward
+            frames() as entered,
+        ):
             op.ring_attention_backward(dout, None, q, k, v, out, lse, None, *settings)
-            sys.setprofile(None)
         return entered
 
     for entered in on_op_ranks(kernels, 2, work):

@@ -15,6 +15,7 @@ from ringfa3 import host
 from ringfa3.planning import context_plan
 from ringfa3.ring import op
 from ringfa3.schedules.schedule import DTYPES
+from ringfa3.schedules.steps import ALLOCATE
 from ringfa3.symmetric import cuda_driver
 from tests.support.fake_kernels import FakeKernels
 from tests.symmetric.test_replayable_calls import OWN_TURNS, OpRank, on_op_ranks
@@ -26,9 +27,9 @@ def test_a_program_that_lacks_memory_is_told_to_the_peers(
 ) -> None:
     """A program by hand, with a buffer of 2^60 bytes."""
     library: Any = host._library
-    buffer, view = [DTYPES[torch.float32], 0, 1, 1 << 58], [4, 0, 1, 1 << 58, 1, 1]
-    words = [1, *buffer, 4, 0, 1, *view]  # of four inputs, without steps; the buffer is the result
-    program = library.program(array.array("q", words).tobytes(), (), (), ())
+    buffer, view = [ALLOCATE, DTYPES[torch.float32], 1, 1 << 58], [4, 0, 1, 1 << 58, 1]
+    words = [1, *buffer, 1, *view]  # of four inputs; the buffer is the result
+    program = library.program(array.array("q", words), (), ())
     told: list[tuple[bool, str]] = []
 
     class Failing:
