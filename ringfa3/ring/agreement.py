@@ -1,8 +1,8 @@
 """Agreements of the ranks of a CP group, over the group's store.
 
 Each rank writes an entry, its settings or its error; no rank goes on before it has read all
-entries. In a large group rank 0 alone reads them, and reports whether they are equal: then a rank
-asks the store as often as in a small one. If they differ, each rank reads them.
+entries. In a large group rank 0 alone reads them, and reports if they are equal. Without a report
+in time, as where entries differ, each rank reads them itself.
 
 Ranks look for keys again and again. To wait in the store would take a connection of its own, as
 PyTorch holds one for as long as a request waits. The store looks up the host name of each new
@@ -28,14 +28,22 @@ from ringfa3.ring.store_monitor import PERIOD_S, entry_key, join_request_key
 from ringfa3.threads import JOIN_S
 
 MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
-# Pauses between two looks: for each rank of the group the first one and the longest, and what the
-# longest has at least. All ranks ask one host, which takes 10 us to look for 8 keys, 80 us for 256.
-POLL_S, RANK_POLL_S, LONGEST_POLL_S = 25e-6, 150e-6, 0.005
-EQUAL, DIFFER = 0, 1
+# Pauses between two looks: the first one for each rank of the group, and the longest; for each rank
+# of a large group the longest until `ASK_S`, and after it.
+# All ranks ask one host, which takes 10 us to look for 8 keys and 80 us for 256.
+POLL_S, LONGEST_POLL_S, REPORT_POLL_S, LATE_POLL_S = 25e-6, 0.005, 150e-6, 500e-6
 ALL_READ = 8  # ranks; in larger groups rank 0 reads for all: the others would read world**2 entries
-ASK_S = 0.1  # that a rank without trouble waits before it asks others to join
+ASK_S = 0.1  # that a rank without trouble waits before it asks others to join, and reads itself
 BEFORE = "settings check before a ring call"
 NO_STORE = "no answer from the process group's store; has its host (MASTER_ADDR) stopped?"
+
+
+OWN = {"line", "at"}  # what is in an entry that differs from the other ranks' as a rule
+
+
+def _report_key(agreement_id: int) -> str:
+    """Set by rank 0 of a large group: all entries are equal."""
+    return f"ringfa3/equal/{agreement_id}"
 
 
 class NoAgreementError(Exception):
@@ -96,9 +104,9 @@ class Agreements:
         self.agreement_id += 1
         agreement_id = self.agreement_id
         keys = [entry_key(agreement_id, r) for r in range(len(self._ranks))]
-        reports = self._report_keys(agreement_id)
-        # what this rank looks for: one of these lists
-        looks = [[report] for report in reports] if reports and self._rank else [keys]
+        world, report = len(keys), [_report_key(agreement_id)]
+        trouble = entry["error"] is not None or entry["mid_call"]
+        reads = world <= ALL_READ or self._rank == 0 or trouble or not entry.keys().isdisjoint(OWN)
         entries: list[dict[str, Any]] = []
         problem = [f"{BEFORE}: {NO_STORE}"]
         done = threading.Event()
@@ -113,22 +121,24 @@ class Agreements:
                     self._own_store = True
                 own = json.dumps(entry)
                 self.store.set(keys[self._rank], own)
-                trouble = entry["error"] is not None or entry["mid_call"]
-                found = None if trouble else self._first_set(looks, ASK_S)
+                looks, longest = [keys], [LONGEST_POLL_S] * 2
+                if not reads:
+                    looks = [report, keys]
+                    longest = [max(LONGEST_POLL_S, s * world) for s in (REPORT_POLL_S, LATE_POLL_S)]
+                    time.sleep(POLL_S * world)  # rank 0 has to read first
+                found = None if trouble else self._first_set(looks[:1], ASK_S, longest[0])
                 if found is None:
                     self.store.set(join_request_key(agreement_id), "")
-                    found = self._first_set(looks, deadline - time.monotonic())
+                    found = self._first_set(looks, deadline - time.monotonic(), longest[1])
                 if found is None:
                     cause = self._lost()
                     problem[0] = gave_up(BEFORE, cause) if cause else self._absent(keys)
                 else:
-                    if reports and found == [reports[EQUAL]]:
-                        values = [own.encode()] * len(keys)
-                    else:
-                        values = self.store.multi_get(keys)
+                    mine = [own.encode()] * world
+                    values = mine if found is report else self.store.multi_get(keys)
                     different = set(values)
-                    if reports and self._rank == 0:
-                        self.store.set(reports[EQUAL if len(different) == 1 else DIFFER], "")
+                    if world > ALL_READ and self._rank == 0 and len(different) == 1:
+                        self.store.set(report[0], "")
                     parsed = {value: json.loads(value) for value in different}
                     entries.extend(parsed[value] for value in values)
                     done.set()  # the caller goes on
@@ -151,33 +161,29 @@ class Agreements:
 
     def meet(self, where: str) -> bool:
         """Whether all ranks meet at a point that each of them passes once, before the timeout."""
-        keys = [f"ringfa3/{where}/{r}" for r in range(len(self._ranks))]
-        self.store.set(keys[self._rank], "")
-        return self._first_set([keys], self._timeout_s()) is not None
-
-    def _report_keys(self, agreement_id: int) -> list[str]:
-        """By `EQUAL` and `DIFFER`: what rank 0 of a large group sets; none in a small group."""
-        large = len(self._ranks) > ALL_READ
-        return [f"ringfa3/{x}/{agreement_id}" for x in ("equal", "differ")] if large else []
+        count, all_met = f"ringfa3/{where}", f"ringfa3/{where}/all"
+        if self.store.add(count, 1) == len(self._ranks):
+            self.store.set(all_met, "")
+        return self._first_set([[all_met]], self._timeout_s()) is not None
 
     def _delete_keys(self, agreement_id: int) -> None:
         """Deletes this rank's keys of an agreement: all ranks have entered a later one."""
         if agreement_id > 0:
             self.store.delete_key(entry_key(agreement_id, self._rank))
             if self._rank == 0:
-                for key in (join_request_key(agreement_id), *self._report_keys(agreement_id)):
-                    self.store.delete_key(key)
+                self.store.delete_key(join_request_key(agreement_id))
+                if len(self._ranks) > ALL_READ:
+                    self.store.delete_key(_report_key(agreement_id))
 
-    def _first_set(self, looks: Sequence[list[str]], seconds: float) -> list[str] | None:
+    def _first_set(
+        self, looks: Sequence[list[str]], seconds: float, longest: float = LONGEST_POLL_S
+    ) -> list[str] | None:
         """The first of these lists of keys of which all are set; None: none in time.
 
         `Store.wait` would log its timeout as a warning.
         """
         deadline = time.monotonic() + seconds
-        world = len(self._ranks)
-        pause, longest = POLL_S * world, max(RANK_POLL_S * world, LONGEST_POLL_S)
-        if len(looks) > 1:  # rank 0 has to read first
-            time.sleep(pause)
+        pause = min(POLL_S * len(self._ranks), longest)
         while True:
             for keys in looks:
                 if self.store.check(keys):
@@ -189,7 +195,7 @@ class Agreements:
 
     def _absent(self, keys: list[str]) -> str:
         absent = [r for r, k in zip(self._ranks, keys, strict=True) if not self.store.check([k])]
-        return self._no_word(absent or [self._ranks[0]])  # all have entered: no report
+        return self._no_word(absent)
 
     def _no_word(self, ranks: Sequence[int]) -> str:
         return (

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from ringfa3.ring import agreement
-from ringfa3.ring.agreement import ALL_READ, Agreements, NoAgreementError
-from ringfa3.ring.store_monitor import entry_key
+from ringfa3.ring.agreement import ALL_READ, Agreements, NoAgreementError, _report_key
+from ringfa3.ring.store_monitor import entry_key, join_request_key
 from tests.ring.test_agreement import CountingStore
 
 WORLD = ALL_READ + 3
@@ -74,8 +74,10 @@ def test_a_rank_writes_looks_and_deletes_once() -> None:
     assert [got for got, _ in outcomes] == [[ENTRY] * WORLD] * WORLD
     first, *others = [member.store.operations for member in group]  # type: ignore[attr-defined]
     assert others == [["set", "check", "delete_key"]] * (WORLD - 1)
-    assert first == ["set", "check", "multi_get", "set"] + 4 * ["delete_key"]
-    assert group[0].store.num_keys() == 2 * (WORLD + 1)
+    assert first == ["set", "check", "multi_get", "set"] + 3 * ["delete_key"]
+    ended = [*(entry_key(1, rank) for rank in range(WORLD)), _report_key(1), join_request_key(1)]
+    assert not any(group[0].store.check([key]) for key in ended)
+    assert group[0].store.check([entry_key(2, 1), _report_key(2)])
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -105,15 +107,16 @@ def test_an_absent_rank_is_named_after_the_timeout(absent: int) -> None:
         assert TIMEOUT_S - agreement.PERIOD_S <= seconds < TIMEOUT_S + 2.0
 
 
-def test_rank_0_is_named_if_it_does_not_report() -> None:
-    """Its process ends after it has entered."""
-    group = _group(TIMEOUT_S)
+def test_ranks_agree_without_a_report() -> None:
+    """The process of rank 0 ends after it has entered: the others read the entries themselves."""
+    group = _group()
     store = group[0].store
     killed = mock.Mock(side_effect=SystemError("killed"))
     group[0].store = mock.Mock(wraps=store, _store=store._store, multi_get=killed)
     (first, _), *others = _exchange(group, [ENTRY] * WORLD)
     assert "SystemError: killed" in first
-    assert all("rank 100 did not reach it" in got for got, _ in others)
+    assert [got for got, _ in others] == [[ENTRY] * WORLD] * (WORLD - 1)
+    assert all(seconds < 2.0 for _, seconds in others)
 
 
 def test_a_rank_that_has_given_up_ends_the_wait() -> None:
@@ -122,3 +125,12 @@ def test_a_rank_that_has_given_up_ends_the_wait() -> None:
     for got, seconds in _exchange(_group(20.0, "rank 110: disk on fire"), entries)[:-1]:
         assert "rank 110: disk on fire" in got
         assert seconds < 2.0
+
+
+@pytest.mark.parametrize("present", [WORLD, WORLD - 1])
+def test_ranks_meet_if_all_come(present: int) -> None:
+    """Before the timeout; each asks for one key, whatever the number of ranks."""
+    group = _group(20.0 if present == WORLD else 0.3)
+    with ThreadPoolExecutor(WORLD) as pool:
+        met = list(pool.map(lambda member: member.meet("closed"), group[:present]))
+    assert met == [present == WORLD] * present
