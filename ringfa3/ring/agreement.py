@@ -1,7 +1,12 @@
 """Agreements of the ranks of a CP group, over the group's store.
 
 Each rank writes an entry, its settings or its error; no rank goes on before it has read all
-entries.
+entries. In a large group rank 0 alone reads them, and reports if they are equal. Without a report
+in time, as where entries differ, each rank reads them itself.
+
+Ranks look for keys again and again. To wait in the store would take a connection of its own, as
+PyTorch holds one for as long as a request waits. The store looks up the host name of each new
+connection, and answers nobody meanwhile: for 5 to 10 s where a name server's reply is lost.
 """
 
 from __future__ import annotations
@@ -23,12 +28,22 @@ from ringfa3.ring.store_monitor import PERIOD_S, entry_key, join_request_key
 from ringfa3.threads import JOIN_S
 
 MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
-# Pauses between two looks for the entries of all ranks: the first one for each rank, the longest.
+# Pauses between two looks: the first one for each rank of the group, and the longest; for each rank
+# of a large group the longest until `ASK_S`, and after it.
 # All ranks ask one host, which takes 10 us to look for 8 keys and 80 us for 256.
-POLL_S, LONGEST_POLL_S = 25e-6, 0.005
-ASK_S = 0.1  # that a rank without trouble waits before it asks others to join
+POLL_S, LONGEST_POLL_S, REPORT_POLL_S, LATE_POLL_S = 25e-6, 0.005, 150e-6, 500e-6
+ALL_READ = 8  # ranks; in larger groups rank 0 reads for all: the others would read world**2 entries
+ASK_S = 0.1  # that a rank without trouble waits before it asks others to join, and reads itself
 BEFORE = "settings check before a ring call"
 NO_STORE = "no answer from the process group's store; has its host (MASTER_ADDR) stopped?"
+
+
+OWN = {"line", "at"}  # what is in an entry that differs from the other ranks' as a rule
+
+
+def _report_key(agreement_id: int) -> str:
+    """Set by rank 0 of a large group: all entries are equal."""
+    return f"ringfa3/equal/{agreement_id}"
 
 
 class NoAgreementError(Exception):
@@ -89,6 +104,9 @@ class Agreements:
         self.agreement_id += 1
         agreement_id = self.agreement_id
         keys = [entry_key(agreement_id, r) for r in range(len(self._ranks))]
+        world, report = len(keys), [_report_key(agreement_id)]
+        trouble = entry["error"] is not None or entry["mid_call"]
+        reads = world <= ALL_READ or self._rank == 0 or trouble or not entry.keys().isdisjoint(OWN)
         entries: list[dict[str, Any]] = []
         problem = [f"{BEFORE}: {NO_STORE}"]
         done = threading.Event()
@@ -101,19 +119,30 @@ class Agreements:
                     shared = PrefixStore("ringfa3", self.store)
                     self.store = rendezvous(shared, self._rank, len(self._ranks), limit)
                     self._own_store = True
-                self.store.set(keys[self._rank], json.dumps(entry))
-                trouble = entry["error"] is not None or entry["mid_call"]
-                all_set = not trouble and self._all_set(keys, ASK_S)
-                if not all_set:
+                own = json.dumps(entry)
+                self.store.set(keys[self._rank], own)
+                looks, longest = [keys], [LONGEST_POLL_S] * 2
+                if not reads:
+                    looks = [report, keys]
+                    longest = [max(LONGEST_POLL_S, s * world) for s in (REPORT_POLL_S, LATE_POLL_S)]
+                    time.sleep(POLL_S * world)  # rank 0 has to read first
+                found = None if trouble else self._first_set(looks[:1], ASK_S, longest[0])
+                if found is None:
                     self.store.set(join_request_key(agreement_id), "")
-                    all_set = self._all_set(keys, deadline - time.monotonic())
-                if all_set:
-                    entries.extend(json.loads(e) for e in self.store.multi_get(keys))
-                    done.set()  # the caller goes on
-                    self._delete_keys(agreement_id - 2)
-                else:
+                    found = self._first_set(looks, deadline - time.monotonic(), longest[1])
+                if found is None:
                     cause = self._lost()
                     problem[0] = gave_up(BEFORE, cause) if cause else self._absent(keys)
+                else:
+                    mine = [own.encode()] * world
+                    values = mine if found is report else self.store.multi_get(keys)
+                    different = set(values)
+                    if world > ALL_READ and self._rank == 0 and len(different) == 1:
+                        self.store.set(report[0], "")
+                    parsed = {value: json.loads(value) for value in different}
+                    entries.extend(parsed[value] for value in values)
+                    done.set()  # the caller goes on
+                    self._delete_keys(agreement_id - 2)
             except AbsentError as error:
                 problem[0] = self._no_word([self._ranks[r] for r in error.ranks])
             except dist.DistError as error:
@@ -134,7 +163,7 @@ class Agreements:
         """Whether all ranks meet at a point that each of them passes once, before the timeout."""
         keys = [f"ringfa3/{where}/{r}" for r in range(len(self._ranks))]
         self.store.set(keys[self._rank], "")
-        return self._all_set(keys, self._timeout_s())
+        return self._first_set([keys], self._timeout_s()) is not None
 
     def _delete_keys(self, agreement_id: int) -> None:
         """Deletes this rank's keys of an agreement: all ranks have entered a later one."""
@@ -142,17 +171,26 @@ class Agreements:
             self.store.delete_key(entry_key(agreement_id, self._rank))
             if self._rank == 0:
                 self.store.delete_key(join_request_key(agreement_id))
+                if len(self._ranks) > ALL_READ:
+                    self.store.delete_key(_report_key(agreement_id))
 
-    def _all_set(self, keys: list[str], seconds: float) -> bool:
-        """Whether the keys are set in time. `Store.wait` would log its timeout as a warning."""
+    def _first_set(
+        self, looks: Sequence[list[str]], seconds: float, longest: float = LONGEST_POLL_S
+    ) -> list[str] | None:
+        """The first of these lists of keys of which all are set; None: none in time.
+
+        `Store.wait` would log its timeout as a warning.
+        """
         deadline = time.monotonic() + seconds
-        pause = min(POLL_S * len(self._ranks), LONGEST_POLL_S)
-        while not self.store.check(keys):
+        pause = min(POLL_S * len(self._ranks), longest)
+        while True:
+            for keys in looks:
+                if self.store.check(keys):
+                    return keys
             if time.monotonic() > deadline or self._lost():
-                return False
+                return None
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_POLL_S)
-        return True
+            pause = min(2 * pause, longest)
 
     def _absent(self, keys: list[str]) -> str:
         absent = [r for r, k in zip(self._ranks, keys, strict=True) if not self.store.check([k])]

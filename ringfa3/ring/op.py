@@ -24,6 +24,7 @@ from ringfa3.kernels.dispatch import select_quantised
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.streams import CurrentStream, on
 from ringfa3.keywords import check_call, hides_positional
+from ringfa3.pass_interface import BegunCall
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.planning.graph_plan import GraphPlan
 from ringfa3.planning.handles import graph_handle
@@ -46,8 +47,6 @@ from ringfa3.ring.quantised_forward import (
 )
 from ringfa3.schedules.host_code import forward_hops, gradients
 from ringfa3.straight_through import forward_centres, straight_through
-from ringfa3.symmetric.ring_pass import SymmetricRingPass
-from ringfa3.symmetric.ring_program import Begun, ReplayableCall
 from ringfa3.validation import (
     TRANSPORTS,
     check_bool,
@@ -203,7 +202,7 @@ def _begin_first(
     transport: str,
     stream: int,
     stream_id: int,
-) -> tuple[ReplayableCall, Begun] | None:
+) -> BegunCall | None:
     """Begins a call of an op that the C++ launcher does not know, for it to issue the call.
 
     None: the launcher calls the op in Python.
@@ -223,14 +222,11 @@ def _begin_first(
         call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
         of_schedule = settings[:3]
     with _report_errors(call.plan):
-        ring_pass = call.ring_pass()
-        if isinstance(ring_pass, SymmetricRingPass):
-            on_stream = CurrentStream(k.device, stream, False, stream_id)
-            begun = ring_pass.begin_prepared(k, of_schedule, layouts, on_stream)
-            if begun is not None:
-                return begun
-    _thread.call = call
-    return None
+        on_stream = CurrentStream(k.device, stream, False, stream_id)
+        begun = call.ring_pass().begin_prepared(k, of_schedule, layouts, on_stream)
+    if begun is None:
+        _thread.call = call
+    return begun
 
 
 host.on_first_call(_begin_first)

@@ -19,7 +19,7 @@ from ringfa3.kernels.launch import num_ctas
 from ringfa3.kernels.local_kv import LocalKV, Returns
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import current_builder
-from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads
+from ringfa3.pass_interface import Attend, BegunCall, HopTensors, HostCode, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.schedules.encoded import EncodedSchedule
@@ -208,12 +208,8 @@ class SymmetricRingPass:
 
     def begin_prepared(
         self, k: torch.Tensor, settings: Hashable, layouts: bytes, stream: CurrentStream
-    ) -> tuple[ReplayableCall, Begun] | None:
-        """Begins a call whose schedule its plan has, for the C++ launcher to issue it and others
-        like it. None, and nothing has begun: the caller runs `run_schedule`.
-
-        k, settings: as in `run_schedule`. layouts: of its inputs, as `layouts_of`.
-        """
+    ) -> BegunCall | None:
+        """As `RingPass.begin_prepared`."""
         backend, library = self._backend, host.library()
         signature = Signature(self._pass_type, num_ctas(k.device), settings, layouts)
         schedule = self._plan.prepared.get(signature)
