@@ -1,4 +1,4 @@
-"""What plans of masks cost, beside those of documents: CPU time of one thread, best of 5, in ms.
+"""Measures plans of masks and of documents: CPU time of one thread, best of 5, in ms.
 
     python -m benchmarks.plan_costs [--nodes 1000] [--tokens 262144] [--ranks 8]
 

@@ -124,7 +124,7 @@ class RingPass(Protocol):
         self, k: torch.Tensor, settings: Hashable, layouts: bytes, stream: Any
     ) -> BegunCall | None:
         """Begins a call whose schedule its plan has, for the C++ launcher to issue it and others
-        like it. None, and nothing has begun: the caller runs `run_schedule`.
+        like it. None, and the pass has not begun: the caller runs `run_schedule`.
 
         k, settings: as in `run_schedule`. layouts: of its inputs, as `layouts_of`. stream: the
         current one, a `CurrentStream`.

@@ -15,9 +15,9 @@ def mask_or_documents(given: Any) -> tuple[Mask | None, bytes]:
     try:
         return None, cumulative_bytes("cu_seqlens", given)
     except TypeError as problem:
+        hint = "; a function of indices has no spans" if callable(given) else ""
         raise TypeError(
-            f"{problem}, or a ringfa3.Mask of spans, documents, trees or blocks; a function of "
-            "indices has no spans"
+            f"{problem}, or a ringfa3.Mask of spans, documents, trees or blocks{hint}"
         ) from None
 
 

@@ -28,7 +28,7 @@ ACCEPTED, BALANCED = 1.02, 1.015
 EVEN = 32  # all rows have about the same work if both halves have, up to one part in so many
 # First tokens of a chunk that ranks exchange. Work is pairs here, so parts of a tile count too.
 FINE = TILE // 32, TILE // 8, TILE // 2, TILE, 2 * TILE
-FEW = 128  # a document's keys outside of its window are few if its window has so many times more
+FEW = 128  # keys outside of a document's window are few: at most this part of the window's
 LARGE = 0.25  # share of a rank's mean work from which a component is cut into parts
 
 

@@ -1,7 +1,7 @@
 """Agreements of the ranks of a CP group, over the group's store.
 
-Each rank writes an entry, its settings or its error; no rank goes on before it has read all
-entries. In a large group rank 0 alone reads them, and reports if they are equal. Without a report
+Each rank writes an entry, its settings or its error; no rank goes on before it knows all entries.
+In a large group rank 0 alone reads them, and reports if they are equal. Without a report
 in time, as where entries differ, each rank reads them itself.
 
 Ranks look for keys again and again. To wait in the store would take a connection of its own, as
@@ -28,17 +28,17 @@ from ringfa3.ring.store_monitor import PERIOD_S, entry_key, join_request_key
 from ringfa3.threads import JOIN_S
 
 MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
-# Pauses between two looks: the first one for each rank of the group, and the longest; for each rank
-# of a large group the longest until `ASK_S`, and after it.
-# All ranks ask one host, which takes 10 us to look for 8 keys and 80 us for 256.
-POLL_S, LONGEST_POLL_S, REPORT_POLL_S, LATE_POLL_S = 25e-6, 0.005, 150e-6, 500e-6
+# Pauses between two looks. All ranks ask one host, which takes 10 us to look for 8 keys and 80 us
+# for 256.
+POLL_S = 25e-6  # the first pause, for each rank of the group
+LONGEST_POLL_S = 0.005  # the longest pause
+REPORT_POLL_S = 150e-6  # the longest of a rank of a large group until `ASK_S`, for each rank
+LATE_POLL_S = 500e-6  # the same after `ASK_S`
 ALL_READ = 8  # ranks; in larger groups rank 0 reads for all: the others would read world**2 entries
 ASK_S = 0.1  # that a rank without trouble waits before it asks others to join, and reads itself
 BEFORE = "settings check before a ring call"
 NO_STORE = "no answer from the process group's store; has its host (MASTER_ADDR) stopped?"
-
-
-OWN = {"line", "at"}  # what is in an entry that differs from the other ranks' as a rule
+PER_RANK_FIELDS = {"line", "at"}  # of an entry: they differ between ranks
 
 
 def _report_key(agreement_id: int) -> str:
@@ -106,7 +106,8 @@ class Agreements:
         keys = [entry_key(agreement_id, r) for r in range(len(self._ranks))]
         world, report = len(keys), [_report_key(agreement_id)]
         trouble = entry["error"] is not None or entry["mid_call"]
-        reads = world <= ALL_READ or self._rank == 0 or trouble or not entry.keys().isdisjoint(OWN)
+        polls_often = world <= ALL_READ or self._rank == 0
+        reads = polls_often or trouble or not entry.keys().isdisjoint(PER_RANK_FIELDS)
         entries: list[dict[str, Any]] = []
         problem = [f"{BEFORE}: {NO_STORE}"]
         done = threading.Event()
@@ -122,9 +123,10 @@ class Agreements:
                 own = json.dumps(entry)
                 self.store.set(keys[self._rank], own)
                 looks, longest = [keys], [LONGEST_POLL_S] * 2
+                if not polls_often:
+                    longest = [max(LONGEST_POLL_S, s * world) for s in (REPORT_POLL_S, LATE_POLL_S)]
                 if not reads:
                     looks = [report, keys]
-                    longest = [max(LONGEST_POLL_S, s * world) for s in (REPORT_POLL_S, LATE_POLL_S)]
                     time.sleep(POLL_S * world)  # rank 0 has to read first
                 found = None if trouble else self._first_set(looks[:1], ASK_S, longest[0])
                 if found is None:

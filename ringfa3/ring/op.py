@@ -160,7 +160,7 @@ def ring_attention(
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
     settings = scale, is_deterministic(deterministic), precision, transport
-    call = _thread.take(context, backward=False) or prepare_call(
+    call = _thread.take(context, "forward", settings) or prepare_call(
         q, k, v, context, *settings, "forward", sink=sink is not None
     )
     if precision == "native":
@@ -179,14 +179,26 @@ def ring_attention(
 
 
 class _Thread(threading.local):
-    """The call that `_begin_first` has prepared, for the op that runs next in this thread."""
+    """The call that `_begin_first` has prepared, for the op that runs next in this thread.
+
+    Where an error keeps that op from running, the call stays until the next op, which it may not
+    fit.
+    """
 
     call: PreparedCall | None = None
+    settings: tuple[object, ...] = ()
 
-    def take(self, plan: ContextPlan, backward: bool) -> PreparedCall | None:
-        call, self.call = self.call, None
-        fits = call is not None and call.plan is plan and (call.pass_type == "backward") == backward
-        return call if fits else None
+    def give(self, call: PreparedCall | None, settings: tuple[object, ...] = ()) -> None:
+        self.call, self.settings = call, settings
+
+    def take(
+        self, plan: ContextPlan, pass_type: str, settings: tuple[object, ...]
+    ) -> PreparedCall | None:
+        call, given = self.call, self.settings
+        self.give(None)
+        if call is None or call.plan is not plan:
+            return None
+        return call if (call.pass_type, given) == (pass_type, settings) else None
 
 
 _thread = _Thread()
@@ -209,6 +221,7 @@ def _begin_first(
 
     inputs: of the schedule. layouts: theirs. stream: the current one, and its id.
     """
+    _thread.give(None)
     context = ContextPlan.from_handle(plan)
     if not context.prepared or torch.is_inference_mode_enabled():
         return None
@@ -225,7 +238,7 @@ def _begin_first(
         on_stream = CurrentStream(k.device, stream, False, stream_id)
         begun = call.ring_pass().begin_prepared(k, of_schedule, layouts, on_stream)
     if begun is None:
-        _thread.call = call
+        _thread.give(call, settings)
     return begun
 
 
@@ -280,7 +293,7 @@ def ring_attention_backward(
     settings = scale, deterministic, precision, transport
     inputs = dout, dlse, q, k, v, out, lse, sink
     if precision == "native":
-        call = _thread.take(context, backward=True) or prepare_call(
+        call = _thread.take(context, "backward", settings) or prepare_call(
             q, k, v, context, *settings, "backward", lse=lse
         )
         grads = run_backward(*inputs[:7], scale, deterministic, call, sink)

@@ -44,7 +44,7 @@ def start_exchange(transport: Transport, messages: Sequence[Messages]) -> Exchan
 
 
 class _SentRows:
-    """`HostTables` of `LaunchExchange.sent`."""
+    """`HostTables` of `RowFlow.sent`."""
 
     def __init__(self, sent: Sequence[Ints]) -> None:
         self._runs = [RowIndex.of_run(rows) for rows in sent]
@@ -199,9 +199,9 @@ class ReturningGradients:
     """The dK/dV of a backward pass, (rows, 2, hk, d), dK and dV of a row together.
 
     In the accumulation dtype. A launch stores them, and they return while the next one runs: to the
-    owners of the keys, or to the landing rank. This adds up those of a batch, and sends the sums to
-    the owners after the batch's last launch. All adds follow the order of launches, then that of
-    peers. So the order of each sum is the same in every run.
+    owners of the keys, or to the landing rank. The landing rank adds up those of a batch, and sends
+    the sums to the owners after the batch's last launch. All adds follow the order of launches,
+    then that of a flow's peers. So the order of each sum is the same in every run.
 
     local        (local_keys, 2, hk, d): of this rank's own keys
     first_heads  KV heads of `local` that are stored before the hops; 0: all

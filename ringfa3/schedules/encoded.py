@@ -79,14 +79,14 @@ class References(NamedTuple):
 
     at       their numbers, but for tables
     numbers  of the symbols, as by `symbol_number`
-    symbols  the same numbers
+    used     the same numbers
     kernels  those of entry points
     tables   for each table the numbers of its words
     """
 
     at: npt.NDArray[np.intp]
     numbers: npt.NDArray[np.intp]
-    symbols: frozenset[int]
+    used: frozenset[int]
     kernels: frozenset[int]
     tables: list[npt.NDArray[np.intp]]
 
@@ -100,8 +100,9 @@ def symbol_number(symbol: Symbol) -> int:
     """The number of a symbol in this process: all plans share symbols."""
     number = _numbers.get(symbol)
     if number is None:
-        number = _numbers.setdefault(symbol, next(_count))  # threads may ask at the same time
-        _symbols[number] = symbol
+        number = next(_count)  # threads may ask at the same time: one number of a symbol is used
+        _symbols[number] = symbol  # before others can get the number
+        number = _numbers.setdefault(symbol, number)
     return number
 
 

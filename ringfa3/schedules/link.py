@@ -170,9 +170,9 @@ class Addresses:
 
         Raises BuildError, OSError: a kernel cannot be built or loaded.
         """
-        if not references.symbols <= self._known:
+        if not references.used <= self._known:
             with self._lock:
-                for number in references.symbols - self._known:
+                for number in references.used - self._known:
                     self._add(number)
         return self._of_numbers[references.numbers]
 

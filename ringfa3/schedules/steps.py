@@ -51,7 +51,7 @@ class Words:
         self.values += values
 
     def add_values(self, values: Sequence[int]) -> None:
-        """Adds numbers and symbolic addresses, which no number is as large as."""
+        """Adds numbers and symbolic addresses. Every number is below all symbolic addresses."""
         for value in values:
             number = (value >> OFFSET_BITS) - 1 - SYMBOLS
             if number < 0:

@@ -332,6 +332,8 @@ class SymmetricBackend:
         """As `ReplayableCall.begin`."""
         if self._cache_version != call.cache_version or self._compute != call.stream:
             return None
+        if self._compute is not None:  # a captured call may have had another one since
+            self._streams[Stream.COMPUTE] = self._compute
         parity = self.calls % 2
         program = call.programs[parity] or call.program(parity)
         if not self.group.begin_again(call.agreed, lse):

@@ -108,7 +108,7 @@ def ring_bytes(plan: ContextPlan, k: torch.Tensor) -> int:
     slot = dict.fromkeys(Buffer, 0)
     for pass_type in ("backward", "gathered"):
         for buffer, size in BufferSpec(plan, pass_type, k).slot_bytes.items():
-            slot[buffer] = max(slot[buffer], size)
+            slot[buffer] = max(slot[buffer], _rounded(size, ALIGNMENT))
     return sum(_sizes(_slots(plan.world), slot))
 
 

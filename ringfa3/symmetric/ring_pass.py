@@ -104,7 +104,7 @@ class Backend(Memory, Linker, Protocol):
 
 
 class Step(NamedTuple):
-    """Prepared operations, then work on tensors, which the last step has not."""
+    """Prepared operations, then work on tensors; the last step has none."""
 
     prepared: Any
     work: Work | None

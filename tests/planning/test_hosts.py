@@ -64,6 +64,8 @@ def _hosts(group: dist.ProcessGroup) -> None:
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     with pytest.MonkeyPatch.context() as patch:
         assert plan_context(64, group).hosts == (0,) * world
+        with warnings.catch_warnings(action="error"):  # unknown hosts
+            plan_context(64, (rank, world), hosts=2).bound_to(group)
         for name, value in TORCHRUN.items():
             patch.setenv(name, value)
         assert plan_context(64, group).hosts == (0, 0, 1, 1)
@@ -74,6 +76,8 @@ def _hosts(group: dist.ProcessGroup) -> None:
                 plan_context(cu, (rank, world)).bound_to(group)
         patch.setenv("GROUP_WORLD_SIZE", "3")  # hosts of unequal size
         assert plan_context(64, group).hosts == (0,) * world
+        with warnings.catch_warnings(action="error"):
+            plan_context(64, (rank, world), hosts=(0, 0, 0, 1)).bound_to(group)
         patch.setenv("RINGFA3_HOSTS", str(dist.get_world_size()))
         assert plan_context(64, group).hosts == (0, 1, 2, 3)
         for wrong in ("3", "two", "-1"):

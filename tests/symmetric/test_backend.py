@@ -8,10 +8,12 @@ import os
 import random
 import re
 import threading
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from torch import Tensor
 from ringfa3.errors import timed_out
 from ringfa3.kernels import reference
 from ringfa3.kernels.dispatch import ForwardKernel
+from ringfa3.kernels.streams import CurrentStream
 from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring.entries import Settings
@@ -27,12 +30,14 @@ from ringfa3.ring.group import RingGroup
 from ringfa3.ring.op import ring_attention
 from ringfa3.ring.prepare_call import PreparedCall, pass_type_of
 from ringfa3.schedules import host_code
+from ringfa3.schedules.encoded import References, symbol_number
 from ringfa3.symmetric import cuda_driver, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES, select_forward_mode
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.symmetric.ring_program import RingProgram
 from ringfa3.symmetric.self_test import open_backend
-from ringfa3.symmetric.stream_ops import BufferSpec
+from ringfa3.symmetric.stream_ops import BufferSpec, Stream
 from tests.support import ranks as processes
 from tests.support.dense import attention, gradients, mask, tensors, worst
 from tests.support.fake_cuda import FakeCuda, FakeGroup, Ranks
@@ -182,6 +187,39 @@ def _parities(group: FakeGroup) -> list[int]:
 def test_calls_take_turns_with_the_two_slots() -> None:
     """The proof of the schedule assumes it."""
     assert Ranks(2).run(_parities) == [[0, 1, 0, 1]] * 2
+
+
+def _compute_streams(ranks: Ranks, group: FakeGroup) -> list[int]:
+    """For which a call is linked: at first, and when it begins again after a capture."""
+    backend = SymmetricBackend(group, CPU, 1.0, group.failures.append)  # type: ignore[arg-type]
+    spec = BufferSpec(laid_out([8], 2).plans[group.rank], "forward", torch.zeros(4, 1, 2))
+    number = symbol_number(("stream", Stream.COMPUTE))
+    references = References(
+        np.zeros(1, int), np.array([number]), frozenset([number]), frozenset(), []
+    )
+    found: list[int] = []
+
+    def link(parity: int) -> RingProgram:
+        stream = CurrentStream(CPU, handle=0, captured=False, id=7)
+        found.extend(backend.addresses(stream, parity).of(references).tolist())
+        return RingProgram(None, None, ())
+
+    for captured in (False, True, False):
+        with ranks.capture() if captured else nullcontext():
+            parity = backend.begin(spec)
+    link(parity)
+    call = backend.replayable(link)
+    with ranks.capture():
+        backend.begin(spec)
+    backend.begin_again(call, None)
+    return found
+
+
+def test_a_call_that_begins_again_is_linked_for_its_own_stream() -> None:
+    """Its other parity. An earlier capture has made calls fork and join already."""
+    ranks = Ranks(2)
+    for first, *again in ranks.run(partial(_compute_streams, ranks)):  # type: ignore[misc]
+        assert again == [first]
 
 
 def _unsupported(group: dist.ProcessGroup, reason: str) -> tuple[list[str], list[str]]:

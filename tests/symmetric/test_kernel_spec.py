@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -179,6 +180,24 @@ def test_a_first_call_enters_few_frames_of_python(kernels: FakeKernels) -> None:
             assert "_begin_first" in entered
             assert not {"ring_attention", "ring_attention_backward"} & {*entered}
             assert len(entered) <= MAX_FRAMES, chr(10).join(entered)
+
+
+def test_a_call_that_its_op_did_not_take_serves_no_other() -> None:
+    """An error, or an interruption, may keep the op from running: the next one prepares its own."""
+    plan, settings = plain(0, 1), (SCALE, False, "native", "auto")
+    call: Any = SimpleNamespace(plan=plan, pass_type="forward")
+    others = [
+        (plain(0, 1), "forward", settings),
+        (plan, "backward", settings),
+        (plan, "forward", (SCALE, False, "fp8", "auto")),
+        (plan, "forward", (2 * SCALE, False, "native", "auto")),
+    ]
+    for other in others:
+        op._thread.give(call, settings)
+        assert op._thread.take(*other) is None
+        assert op._thread.take(plan, "forward", settings) is None  # it is gone
+    op._thread.give(call, settings)
+    assert op._thread.take(plan, "forward", settings) is call
 
 
 def test_a_line_of_the_launcher_is_that_of_python(kernels: FakeKernels) -> None:

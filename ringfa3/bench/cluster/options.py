@@ -80,7 +80,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
         p.add_argument(name, metavar="N", help=text)
     p.add_argument(
         "--cp", metavar="SIZES", help="sizes of static groups, separated by commas; default all "
-        "powers of two from 1 on",
+        "powers of two that divide the GPUs",
     )  # fmt: skip
     p.add_argument("--out", type=Path, metavar="DIR", help="default runs/bench/cluster")
     p.add_argument("-q", "--quiet", action="store_true", help="print the summary lines alone")
@@ -102,7 +102,7 @@ def options(given: argparse.Namespace) -> Options:
     for size in cp or []:
         if uneven := [world for world in gpus if world % size]:
             raise BenchError(f"--cp {size} does not divide --gpus {uneven[0]}: give a divisor")
-    mixes = _mixes(given)
+    mixes = _mixes(given, min(gpus))
     for mix in mixes:
         if mix.tokens * max(gpus) >= MAX_ROWS:
             raise BenchError(
@@ -133,7 +133,8 @@ def options(given: argparse.Namespace) -> Options:
     )
 
 
-def _mixes(given: argparse.Namespace) -> list[Mix]:
+def _mixes(given: argparse.Namespace, least: int) -> list[Mix]:
+    """least: the smallest number of GPUs."""
     tokens = None
     if given.tokens is not None:
         tokens = _number("--tokens", given.tokens, 1, MAX_ROWS)
@@ -141,8 +142,14 @@ def _mixes(given: argparse.Namespace) -> list[Mix]:
         if given.mix is not None:
             raise BenchError(f"--lengths {given.lengths} with --mix {given.mix}: give one of them")
         path = Path(given.lengths)
-        return [Mix(path.stem, from_lengths(_read(path)), tokens or TOKENS)]
-    return [_mix(name, tokens) for name in _split(given.mix or "tail32")]
+        lengths, tokens = _read(path), tokens or TOKENS
+        if lengths.max() > tokens * least:
+            raise BenchError(
+                f"--lengths {path}: {lengths.max()} tokens do not fit {least} GPUs of {tokens}: "
+                "give more --gpus or --tokens"
+            )
+        return [Mix(path.stem, from_lengths(lengths), tokens)]
+    return [_mix(name, tokens) for name in _split("tail32" if given.mix is None else given.mix)]
 
 
 def _mix(name: str, tokens: int | None) -> Mix:
@@ -168,9 +175,12 @@ def _read(path: Path) -> Ints:
             found = np.array([int(line) for line in lines], np.int64)
     except OSError as error:
         raise BenchError(f"--lengths {path}: {error.strerror}: give a file") from None
-    except (ValueError, OverflowError) as error:
-        raise BenchError(f"--lengths {path}: {error}: give one length a line, or .npy") from None
-    if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found):
+    except (ValueError, OverflowError, EOFError) as error:
+        what = "no array of NumPy" if path.suffix == ".npy" else error
+        raise BenchError(f"--lengths {path}: {what}: give one length a line, or .npy") from None
+    if not found.size:
+        raise BenchError(f"--lengths {path}: no lengths: give one a line, or .npy")
+    if found.ndim != 1 or found.dtype.kind not in "iu":
         raise BenchError(
             f"--lengths {path}: shape {found.shape} of {found.dtype}: give one row of integers"
         )

@@ -46,7 +46,10 @@ def run(options: Options) -> int:
     (folder / FILE).write_text(json.dumps(content, indent=1) + "\n")
     with (folder / TABLE).open("w") as file:
         Console(file=file, width=WIDTH).print(table(rows, options))
-    drawn = draw(rows, options, folder / PLOT)
+    try:
+        drawn = str(draw(rows, options, folder / PLOT))
+    except ModuleNotFoundError as error:
+        drawn = f"no plot: {error}; pip install 'ringfa3[bench]'"
     if not options.quiet:
         terminal = Console()
         terminal.print(table(rows, options), width=min(WIDTH, terminal.width))

@@ -42,7 +42,7 @@ class HostRanks:
         return cls(host, number, ranks)
 
     def step(self, owner: Ints, reader: Ints) -> Ints:
-        """When readers attend to owners, before owners of a greater number: 0 for own keys.
+        """The position of owners in the order in which readers attend to them: 0 for own keys.
 
         Step most * d + i is for the owner that is d hosts and i ranks of a host away. So owners on
         the reader's host come first, and all readers of a host come to those of another host within
@@ -99,8 +99,8 @@ class Landing:
 
 
 def _landing_ranks(ranks: HostRanks, rows: Ints) -> Ints:
-    """`Landing.rank`. Of the owners on one host, the one that sends most rows lands on the rank on
-    which fewest have landed so far, and so on; integers decide, so all ranks find the same."""
+    """`Landing.rank`. The owners of one host come in the order of rows sent, most first. Each lands
+    on the rank on which fewest have landed so far. Integers decide, so all ranks find the same."""
     landing = np.full_like(rows, -1)
     if not ranks.two_levels:
         return landing

@@ -16,7 +16,7 @@ import numpy as np
 from ringfa3.planning.exchange.landing import Landing
 from ringfa3.planning.exchange.launches import launch_of_step
 from ringfa3.planning.kv_exchange import KVExchange
-from ringfa3.planning.placement.costs import Ints
+from ringfa3.planning.placement.costs import Bools, Ints
 from ringfa3.planning.sharding import Segments
 from ringfa3.planning.tile_schedule import concat_ranges, join_ranges
 from ringfa3.planning.tiling import Band, Plan
@@ -215,8 +215,8 @@ class _Runs(NamedTuple):
         via = landing.rank[owner, host[reader]]
         return cls(owner, hop, begin, end - begin, reader, via, step, launch[step])
 
-    def ordered(self, chosen: Ints, *keys: Ints) -> _Runs:
-        """The chosen ones by keys, then step and begin. chosen: (runs,) bool."""
+    def ordered(self, chosen: Bools, *keys: Ints) -> _Runs:
+        """The chosen ones by keys, then step and begin. chosen: (runs,)."""
         (found,) = np.nonzero(chosen)
         order = np.lexsort([key[found] for key in (self.begin, self.step, *reversed(keys))])
         return _Runs(*(x[found[order]] for x in self))
@@ -235,6 +235,9 @@ class _Runs(NamedTuple):
 class _Landed:
     """What lands on a rank, and what it sends to land.
 
+    Every batch opens at launch 2 or later: its rows land in the exchange of the launch before, and
+    the first exchange is that of launch 1.
+
     begins  (runs,) ascending, 2^32 * owner + the first row of each run that lands here
     shift   (runs,) from an owner's row to the row in the batch's buffer
     """
@@ -252,6 +255,7 @@ class _Landed:
         far = (host - landing.ranks.host[owner]) % hosts
         first = launch[most * far]
         opens = np.unique(first[peer >= 0])  # launches: one for each batch, on all ranks
+        assert (opens >= 2).all(), "rows of the first launch would never land"
         batch, count = np.searchsorted(opens, first), len(opens)
         last = np.zeros(count, np.int64)
         np.maximum.at(last, batch[peer >= 0], launch[most * (far + 1) - 1][peer >= 0])

@@ -13,11 +13,12 @@ def launch_of_step(exchange: KVExchange, landing: Landing) -> Ints:
     """(steps,) ascending, for each `HostRanks.step`: the own keys alone, then several steps.
 
     A rank sends and receives for a launch at most two thirds of the largest block, or what is
-    visible at one step. So two buffers of arriving and one of leaving rows are no more than two
-    blocks, or three steps. The same holds for rows that land, and for those that leave to land.
+    visible at one step, or what lands on one rank for one distance between hosts. So with one host
+    two buffers of arriving and one of leaving rows are no more than two blocks, or three steps. The
+    same limit holds for rows that land, and for those that leave to land.
 
-    Rows that land for several steps do so at once. So these steps share a launch with those of
-    other distances between hosts, or no launch with any other step.
+    All rows of one distance land in one batch. Its steps share a launch or, if they are too many,
+    have several launches of their own.
     """
     ranks, world = landing.ranks, len(exchange.tokens)
     hosts, most = ranks.ranks.shape

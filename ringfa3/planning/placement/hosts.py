@@ -16,7 +16,7 @@ Hosts: TypeAlias = "SupportsIndex | Sequence[int] | None"
 
 
 def find_hosts(hosts: Hosts, world: int, group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """(world,) the number of each rank's host, from 0 in the order of ranks.
+    """(world,) the number of each rank's host, from 0 in the order of ranks; one host if unknown.
 
     Args:
         hosts: as in `plan_context`.
@@ -34,14 +34,19 @@ def find_hosts(hosts: Hosts, world: int, group: dist.ProcessGroup | None) -> tup
                 f"hosts has {len(numbers)} ranks, the group {world}: give each rank's host"
             )
         return _numbered(numbers)
+    return _hosts_of_group(group) or (0,) * world
+
+
+def _hosts_of_group(group: dist.ProcessGroup | None) -> tuple[int, ...] | None:
+    """As the environment says; None: nothing does, or there is no group."""
     if group is None:
-        return (0,) * world
+        return None
     if given := os.environ.get(VARIABLE):
         job = _equal(VARIABLE, int(given) if given.isdecimal() else given, dist.get_world_size())
     elif per_host := _processes_per_host():
         job = tuple(rank // per_host for rank in range(dist.get_world_size()))
     else:
-        return (0,) * world
+        return None
     return _numbered([job[rank] for rank in dist.get_process_group_ranks(group)])
 
 
@@ -69,8 +74,9 @@ def _processes_per_host() -> int:
 
 
 def warn_of_hosts(hosts: tuple[int, ...], group: dist.ProcessGroup) -> None:
-    """Warns if a plan that was made for other hosts runs in this process group."""
-    if hosts != (found := find_hosts(None, len(hosts), group)):
+    """Warns if a plan was made for other hosts than its process group is known to have."""
+    found = _hosts_of_group(group)
+    if found is not None and found != hosts:
         warnings.warn(
             f"a plan for hosts={hosts} runs on hosts {found}, so more K/V than needed crosses "
             f"between hosts: give plan_context(..., hosts={found})",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from ringfa3.bench.__main__ import main
+from ringfa3.bench.cluster import run
 
 
 def cluster(*arguments: str) -> int:
@@ -65,6 +67,7 @@ def test_lengths_from_a_file(tmp_path: Path) -> None:
 
 WRONG = {
     "--mix tall32": "unknown; give magi, tail, short, single, each with a number, as tail32",
+    "--mix ,": "unknown; give magi",
     "--mix tail0": "give a whole number from 1 to",
     "--mix tail32 --tokens 4096": "give --mix tail",
     "--mix tail1048576": "are 2^31 or more: give fewer",
@@ -97,14 +100,41 @@ def test_a_wrong_option_is_one_line_with_its_remedy(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("10\nlong\n", "'long'"), ("", "shape (0,)"), ("3 0", "lengths are 0 to 3")],
+    [
+        ("10\nlong\n", "'long'"),
+        ("", "no lengths: give one a line"),
+        ("3 0", "lengths are 0 to 3"),
+        ("4 99", "99 tokens do not fit 2 GPUs of 49: give more --gpus or --tokens"),
+    ],
 )
 def test_a_file_without_lengths_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
 ) -> None:
     path = tmp_path / "lengths"
     path.write_text(text)
-    assert cluster("--lengths", str(path)) == 2
+    assert cluster("--lengths", str(path), "--tokens", "49", "--gpus", "4,2") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(path) in line
     assert reason in line
+
+
+def test_a_file_that_is_no_array_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in ("", "8\n9\n"):
+        path = tmp_path / "lengths.npy"
+        path.write_text(text)
+        assert cluster("--lengths", str(path)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "lengths.npy: no array of NumPy: give one length a line" in line
+
+
+def test_without_matplotlib_figures_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch.object(run, "draw", side_effect=ModuleNotFoundError("No module 'matplotlib'")):
+        given = "--mix", "short1", "--gpus", "2", "--seeds", "1", "--out", str(tmp_path)
+        assert cluster(*given) == 0
+    printed = capsys.readouterr().out
+    assert "no plot: No module 'matplotlib'; pip install 'ringfa3[bench]'" in printed
+    assert "step over ideal: " in printed

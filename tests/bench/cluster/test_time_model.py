@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from ringfa3.bench.cluster.strategies import (
     ulysses_ring,
 )
 from ringfa3.bench.cluster.time_model import Heads, Traffic, predict
+from ringfa3.symmetric import ipc_memory
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 HEADS = Heads(32, 8, 128)  # 4096 bytes of K/V a row, 8192 of dK/dV
@@ -108,10 +110,14 @@ def test_static_groups_of_a_batch_with_one_long_document() -> None:
 
 def test_buffers_over_symmetric() -> None:
     """Exactly. Of 16 chunks of 64 tokens a rank publishes at most two: 128 rows. Rank 0 gathers all
-    1024, which is more than a backward's own buffers."""
-    load = symmetric(batch(1024, world=8, per_host=8))
+    1024, which is more than a backward's own buffers. In pages of 2 MiB these are more: four.
+    """
+    with mock.patch.object(ipc_memory, "ALIGNMENT", 1):
+        load = symmetric(batch(1024, world=8, per_host=8))
     published, dkv_of_two_peers = 2 * 128 * 4096, 2 * 128 * 8192
     assert load.held.tolist() == [published + dkv_of_two_peers + 1024 * 4096] * 8
+    pages = symmetric(batch(1024, world=8, per_host=8)).held / ipc_memory.ALIGNMENT
+    assert pages.tolist() == [2 + 2 + 4] * 8
     assert load.nvlink.received[0] == 7 * 128
     assert load.nvlink.sent[0] == 7 * 64  # its last chunk is for no other
 
