@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import weakref
 
@@ -65,3 +66,26 @@ def _set_error(thread: threading.Thread | None, error_type: type[Exception] | No
         return
     argument = None if error_type is None else ctypes.py_object(error_type)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), argument)
+    if error_type is None:
+        take_signal_back()
+
+
+class _TakenBackError(Exception):
+    """Raised and caught in `take_signal_back`."""
+
+
+def take_signal_back() -> None:
+    """Ends the signal that some thread has to raise an error, if that error is gone.
+
+    Before Python 3.13 the signal ends only where an error is raised. Until then all threads are
+    slower, and one that `sys.setprofile` or `sys.settrace` observes does not go on.
+    """
+    if sys.version_info >= (3, 13):
+        return
+    try:
+        ident = ctypes.c_ulong(threading.get_ident())
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_TakenBackError))
+        while True:  # until it is raised
+            pass
+    except _TakenBackError:
+        pass

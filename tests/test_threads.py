@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -108,3 +110,42 @@ def test_a_call_in_a_backward_is_of_the_thread_that_began_the_backward() -> None
     assert seen == [0]
     interruption.called()
     assert interruption._caller == caller
+
+
+def test_an_observed_thread_goes_on_after_an_error_was_withdrawn() -> None:
+    """Another thread raises the error in place of its caller, which waits. Before Python 3.13 a
+    signal of it is left, and with it a thread under `sys.setprofile` would not go on."""
+    code = """
+import sys, threading
+from ringfa3.threads import Interruption
+
+made, goes_on = [], threading.Event()
+def call():
+    made.append(Interruption())
+    goes_on.wait()
+caller = threading.Thread(target=call, daemon=True)
+caller.start()
+while not made:
+    pass
+made[0].interrupt(ValueError("lost"))
+try:
+    made[0].check()
+except ValueError as error:
+    print(error, flush=True)
+def observed():
+    sys.setprofile(lambda *_: None)
+    call = lambda: None
+    call()
+    sys.setprofile(None)
+    print("goes on", flush=True)
+thread = threading.Thread(target=observed, daemon=True)
+thread.start()
+thread.join(20)
+sys.stdout.flush()
+import os
+os._exit(thread.is_alive())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout == "lost\ngoes on\n", done.stderr
