@@ -20,37 +20,41 @@ BUCKETS = (  # of MagiAttention's benchmark: shortest, longest, share
 LONGEST = 1 << 20  # tokens of a document of `tail`
 
 
+def _fill(total: int, draw: Callable[[], int]) -> list[int]:
+    """Lengths until the batch is full; the last one is cut to fit."""
+    lengths, left = [], total
+    while left:
+        lengths.append(min(draw(), left))
+        left -= lengths[-1]
+    return lengths
+
+
 def _magi(rng: np.random.Generator, total: int) -> list[int]:
     share = np.array([s for _, _, s in BUCKETS])
     share /= share.sum()
-    lengths, left = [], total
-    while left:
+
+    def draw() -> int:
         low, high, _ = BUCKETS[rng.choice(len(BUCKETS), p=share)]
-        lengths.append(min(int(rng.integers(low, high + 1)), max(total // 4, 1), left))
-        left -= lengths[-1]
+        return min(int(rng.integers(low, high + 1)), max(total // 4, 1))
+
+    lengths = _fill(total, draw)
     rng.shuffle(lengths)
     return lengths
 
 
 def _tail(rng: np.random.Generator, total: int) -> list[int]:
-    lengths, left = [], total
-    while left:
+    def draw() -> int:
         if rng.random() < 0.97:
-            length = int(rng.lognormal(7.2, 1.3)) + 1
-        else:
-            length = int(min(16384 * (1 + rng.pareto(1.0)), LONGEST))
-        lengths.append(min(length, left))
-        left -= lengths[-1]
+            return int(rng.lognormal(7.2, 1.3)) + 1
+        return int(min(16384 * (1 + rng.pareto(1.0)), LONGEST))
+
+    lengths = _fill(total, draw)
     rng.shuffle(lengths)
     return lengths
 
 
 def _short(rng: np.random.Generator, total: int) -> list[int]:
-    lengths, left = [], total
-    while left:
-        lengths.append(min(int(rng.integers(64, 4097)), left))
-        left -= lengths[-1]
-    return lengths
+    return _fill(total, lambda: int(rng.integers(64, 4097)))
 
 
 def _single(_: np.random.Generator, total: int) -> list[int]:
@@ -69,11 +73,7 @@ def from_lengths(lengths: Ints) -> Distribution:
     """Documents that are drawn from these, with replacement; the last one is cut to fit."""
 
     def draw(rng: np.random.Generator, total: int) -> list[int]:
-        drawn, left = [], total
-        while left:
-            drawn.append(min(int(lengths[rng.integers(len(lengths))]), left))
-            left -= drawn[-1]
-        return drawn
+        return _fill(total, lambda: int(lengths[rng.integers(len(lengths))]))
 
     return draw
 

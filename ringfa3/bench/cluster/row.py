@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ringfa3.bench.cluster.time_model import Prediction
 
-@dataclass(frozen=True)
-class Row:
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Prediction):
     """A strategy on a number of GPUs: means over the batches.
 
     tokens_per_gpu  of the mix
@@ -24,17 +26,4 @@ class Row:
     tokens_per_gpu: int
     documents: float
     longest: int
-    step: float
     worst: float
-    forward: float
-    backward: float
-    ms: float
-    ideal_ms: float
-    parts: dict[str, list[float]]
-    limit: str
-    work: float
-    tokens: float
-    inflation: float
-    nvlink_gb: float
-    nic_gb: float
-    held_gb: float
