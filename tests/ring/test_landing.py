@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +20,13 @@ from ringfa3.pass_interface import Attend, HopTensors
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.quantisation.key_tiles import KEY_TILE
 from ringfa3.ring import quantised_forward
-from ringfa3.ring.p2p_pass import KV, RETURN, P2PRingPass
+from ringfa3.ring.p2p_pass import KV, RETURN, ArrivingKV, P2PRingPass, start_exchange
 from tests.planning.test_tiling import rectangles
 from tests.ring.test_p2p_pass import Sent
 from tests.ring.test_ring_op import EXACT, dense_results, ring_results, shards_of
 from tests.support.dense import cumulative, mask, tensors, worst
 from tests.support.masks import Union, unions
-from tests.support.message_ring import run_passes
+from tests.support.message_ring import Links, Transport, in_threads, run_passes
 from tests.support.ranks import Ranks, sacrifice
 from tests.support.strategies import Case, cases, layouts
 
@@ -165,6 +166,70 @@ def test_masks(union: Union, hosts: tuple[int, ...], layout: str) -> None:
     given, world = union.mask(), len(hosts)
     plans = [plan_context(given, (rank, world), layout, hosts=hosts) for rank in range(world)]
     check(plans, union.dense())
+
+
+def own_tiles(plan: ContextPlan) -> torch.Tensor:
+    """(tiles, KEY_TILE): numbers of the rank's own keys, tile by tile; 0 after a segment's end."""
+    keys, (own,) = plan.hops.keys, np.nonzero(plan.hops.key_hop == 0)
+    tiles = []
+    for i in own[np.argsort(keys.row[own], kind="stable")]:
+        row, end = int(keys.row[i]), int(keys.row[i] + keys.length[i])
+        for begin in range(row, end, KEY_TILE):
+            numbers = plan._key_index[begin : min(begin + KEY_TILE, end)] + NUMBER
+            tiles.append(np.pad(numbers, (0, KEY_TILE - len(numbers))))
+    return torch.from_numpy(np.array(tiles).reshape(-1, KEY_TILE)).double()
+
+
+def check_tiles(plans: list[ContextPlan], allowed: Allowed, group_size: int) -> None:
+    """A forward's launches in 8 bits, of one K/V buffer, cover exactly the pairs of the mask."""
+    covered, links = np.zeros(allowed.shape, int), Links()
+
+    def run(plan: ContextPlan) -> None:
+        exchange = plan.by_messages(quantised_forward.launches(plan, group_size), KEY_TILE)
+        local, queries = own_tiles(plan), plan.token_index.numpy()
+        arriving = ArrivingKV(exchange, [local], "forward", num_buffers=1)
+        transport: Any = Transport(plan.rank, links)
+        for launch, tiling in enumerate(exchange.hops.forward(64)):
+            kv = arriving.received(launch)[0].clone() if launch else local
+            assert not kv.isnan().any(), "tiles are read before they have come"
+            moving = start_exchange(transport, arriving.messages(launch + 1))
+            keys = kv.numpy().astype(int).ravel() - NUMBER
+            for tile in tiling.tiles:
+                for _, rows, columns, pairs in rectangles(tiling, tile, "forward"):
+                    real = keys[columns] >= 0
+                    assert not pairs[:, ~real].any()
+                    with links.lock:
+                        at = np.ix_(queries[rows], keys[columns][real])
+                        covered[at] += pairs[:, real]
+            if moving is not None:
+                moving.wait()
+
+    def guarded(plan: ContextPlan) -> None:
+        try:
+            run(plan)
+        except BaseException:
+            links.broken = True
+            raise
+
+    in_threads(plans, guarded, links)
+    np.testing.assert_array_equal(covered, allowed)
+
+
+@settings(max_examples=15)
+@given(
+    lengths=st.lists(st.integers(0, 500), min_size=1, max_size=4).filter(any),
+    hosts=topologies.filter(lambda hosts: len(hosts) > 1),
+    layout=layouts,
+    group_size=st.sampled_from([1, 120, 400]),  # a launch has one step, two or three
+)
+def test_tiles_of_8_bits(
+    lengths: list[int], hosts: tuple[int, ...], layout: str, group_size: int
+) -> None:
+    """Packed documents. Reference: the dense mask, exactly."""
+    cu, world = np.cumsum([0, *lengths]).tolist(), len(hosts)
+    given = layout, True, (-1, -1), hosts
+    plans = [plan_context(cu, (rank, world), *given) for rank in range(world)]
+    check_tiles(plans, mask(lengths, lengths, -1, 0), group_size)
 
 
 def test_the_ranks_of_a_host_share_what_lands() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -25,6 +25,7 @@ from ringfa3.ring.p2p import Message
 from ringfa3.ring.p2p_pass import P2PRingPass
 
 LIMIT_S = 20.0
+T = TypeVar("T")
 
 
 @dataclass
@@ -112,12 +113,19 @@ def run_passes(
             raise
         return ring
 
+    return in_threads(plans, run, links), links
+
+
+def in_threads(
+    plans: Sequence[ContextPlan], run: Callable[[ContextPlan], T], links: Links
+) -> list[T]:
+    """What `run` returns for each rank's plan. New buffers are NaN meanwhile."""
     new_empty = torch.Tensor.new_empty
 
     def new_nan(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         return new_empty(x, *args, **options).fill_(torch.nan)
 
     with patch.object(torch.Tensor, "new_empty", new_nan), ThreadPoolExecutor(len(plans)) as pool:
-        rings = list(pool.map(run, plans))
+        results = list(pool.map(run, plans))
     assert all(link.empty() for link in links.queues.values()), "a message was never received"
-    return rings, links
+    return results
