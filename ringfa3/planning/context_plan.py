@@ -254,14 +254,8 @@ class ContextPlan(TokenShards):
     def digest(self) -> str:
         """Hash of all that must be equal on all ranks."""
         mask = None if self.mask is None else self.mask.digest
-        given = (
-            super().digest,
-            self.hosts,
-            self.layout,
-            *self.effective_window,
-            mask,
-            self.kv_budget,
-        )
+        placed = super().digest, self.hosts, self.layout
+        given = *placed, *self.effective_window, mask, self.kv_budget
         return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
     @property
