@@ -1,4 +1,4 @@
-"""Long runs and killed ranks: `pytest -m "gpu and soak" tests/gpu/test_gpu_ring_long.py`."""
+"""Long runs and killed ranks: `pytest -m gpu tests/gpu/test_gpu_ring_long.py`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import resource
 import signal
 import sys
 import time
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from ringfa3 import plan_context, ring_attn_func
 from ringfa3.symmetric.backend import DriverCalls, SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from tests.gpu.test_gpu_symmetric import Layer
+from tests.support.gpus import join, require_gpus, spawn, worlds
 from tests.support.ranks import free_port
 
-pytestmark = [pytest.mark.gpu, pytest.mark.soak, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 STEPS = 500
 WARM = 200  # steps after which caches are full
@@ -37,13 +36,6 @@ CHECK_EVERY = 10  # steps
 SLACK = (4 << 20, 48 << 20, 64 << 20)
 TIMEOUT_S = 10.0
 LOST = 1  # the rank that is killed
-
-
-def _join(rank: int, world: int, port: int, timeout_s: float) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    limit = timedelta(seconds=timeout_s)
-    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit)
 
 
 def _held() -> tuple[int, int, int]:
@@ -56,9 +48,8 @@ def _held() -> tuple[int, int, int]:
     return torch.cuda.memory_allocated(), total - free, most
 
 
-def _wander(rank: int, world: int, port: int, transport: str) -> None:
+def _wander(transport: str, rank: int, world: int) -> None:
     """Random steps, the same on all ranks; no two are of one shape."""
-    _join(rank, world, port, 60.0)
     rng = random.Random(world)
     begin = time.monotonic()
     for step in range(STEPS):
@@ -78,25 +69,21 @@ def _wander(rank: int, world: int, port: int, transport: str) -> None:
         took = f"{STEPS} steps in {time.monotonic() - begin:.0f} s"
         print(f"{took}, then {[x >> 10 for x in more]} KiB more in tensors, GPU, process")
     assert all(x <= slack for x, slack in zip(more, SLACK, strict=True)), more
-    dist.barrier()
-    dist.destroy_process_group()
 
 
+@worlds(soak=(2, 4, 8))
 @pytest.mark.parametrize("transport", ["symmetric", "nccl"])
-def test_random_steps_neither_hang_nor_leak(transport: str) -> None:
+def test_random_steps_neither_hang_nor_leak(transport: str, world: int) -> None:
     """500 shapes, layouts and documents. In every tenth, out, dq, dk, dv pass the single-device
     gate, max|x - ref| <= 2 max|x_pt - ref| + 1e-5, ref in float64."""
-    world = min(4, torch.cuda.device_count())
-    if world < 2:
-        pytest.skip("2 GPUs are needed")
-    mp.spawn(_wander, (world, free_port(), transport), world)
+    spawn(partial(_wander, transport), world)
 
 
 def _train(rank: int, world: int, port: int, folder: str) -> None:
     """Steps, in the third of which a rank is killed between two hops of its backward."""
     log = (Path(folder) / f"{rank}.log").open("w")
     os.dup2(log.fileno(), sys.stderr.fileno())
-    _join(rank, world, port, TIMEOUT_S)
+    join(rank, world, port, TIMEOUT_S)
     plan = plan_context(8192 * world)
     x = torch.randn(plan.local_tokens, 8, 128, device="cuda").bfloat16().requires_grad_()
     step, issued = 0, [0]
@@ -123,14 +110,13 @@ def _train(rank: int, world: int, port: int, folder: str) -> None:
         x.grad.sum().item()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@worlds(2, 4, soak=(3, 8))
 def test_a_rank_killed_in_mid_backward_ends_the_others(world: int, tmp_path: Path) -> None:
     """Each with a RingError on stderr that names a hop, within the timeout and 5 s."""
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"{world} GPUs are needed, {torch.cuda.device_count()} are here")
-    spawn, port = multiprocessing.get_context("spawn"), free_port()
+    require_gpus(world)
+    processes, port = multiprocessing.get_context("spawn"), free_port()
     ranks = [
-        spawn.Process(target=_train, args=(rank, world, port, str(tmp_path)))
+        processes.Process(target=_train, args=(rank, world, port, str(tmp_path)))
         for rank in range(world)
     ]
     try:
