@@ -10,15 +10,16 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ringfa3 import RingError, plan_context, ring_attn_func
+from ringfa3 import RingError, host, plan_context, ring_attn_func
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.ring import op
+from ringfa3.schedules import host_code
 from tests.support.gpus import spawn, worlds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -134,6 +135,7 @@ def test_a_refused_call_raises_on_all_ranks_and_the_next_is_right(
 def _out_of_memory(transport: str, rank: int, world: int) -> None:
     """Rank 1 has no memory left for dV, after its last message."""
     log = _start(rank)
+    host.select("python")  # the C++ launcher would not enter the function that fails here
     calls = Calls(transport)
     log(f"{transport}: connected")
     calls.check()
@@ -141,10 +143,16 @@ def _out_of_memory(transport: str, rank: int, world: int) -> None:
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
-    problem = mock.Mock(side_effect=torch.OutOfMemoryError("no room for dV"))
+    run_hops = host_code._backward_hops
+
+    def run_and_fail(*args: Any) -> None:
+        run_hops(*args)
+        raise torch.OutOfMemoryError("no room for dV")
+
     start = time.monotonic()
     try:
-        with mock.patch.object(op, "_rounded", problem if rank == 1 else op._rounded):
+        run = run_and_fail if rank == 1 else run_hops
+        with mock.patch.object(host_code, "_backward_hops", run):
             out.backward(torch.ones_like(out))
         torch.cuda.synchronize()
         time.sleep(1.0)  # this rank has all messages: its next call raises

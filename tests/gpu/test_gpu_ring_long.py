@@ -13,15 +13,14 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from ringfa3 import plan_context, ring_attn_func
+from ringfa3 import host, plan_context, ring_attn_func
 from ringfa3.symmetric.backend import DriverCalls, SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
-from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.symmetric.ring_program import Begun, RingProgram
 from tests.gpu.test_gpu_symmetric import Layer
 from tests.support.gpus import join, require_gpus, spawn, worlds
 from tests.support.ranks import free_port
@@ -79,44 +78,57 @@ def test_random_steps_neither_hang_nor_leak(transport: str, world: int) -> None:
     spawn(partial(_wander, transport), world)
 
 
-def _train(rank: int, world: int, port: int, folder: str) -> None:
-    """Steps, in the third of which a rank is killed between two hops of its backward."""
+def _train(rank: int, world: int, port: int, folder: str, executor: str) -> None:
+    """Steps, in the third of which a rank is killed.
+
+    The Python executor has issued some of the backward's steps then, the C++ executor none.
+    """
     log = (Path(folder) / f"{rank}.log").open("w")
     os.dup2(log.fileno(), sys.stderr.fileno())
     join(rank, world, port, TIMEOUT_S)
+    host.select(executor)
     plan = plan_context(8192 * world)
     x = torch.randn(plan.local_tokens, 8, 128, device="cuda").bfloat16().requires_grad_()
-    step, issued = 0, [0]
+    step, forward, issued = 0, True, 0
+    issue, begun = SymmetricBackend.issue, SymmetricBackend.begun
 
-    make_pass, issue_all = SymmetricRingPass.__init__, SymmetricBackend.issue
+    def kill() -> None:
+        (Path(folder) / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def begin(ring_pass: SymmetricRingPass, *args: Any, **options: Any) -> None:
-        issued[0] = 0 if args[2] == "backward" else -1000
-        make_pass(ring_pass, *args, **options)
+    def issue_some(backend: SymmetricBackend, prepared: DriverCalls) -> None:
+        nonlocal issued
+        issue(backend, prepared)
+        issued = 0 if forward else issued + 1
+        if rank == LOST and step == 2 and issued == 4:
+            kill()
 
-    def issue(backend: SymmetricBackend, prepared: DriverCalls) -> None:
-        issue_all(backend, prepared)
-        issued[0] += 1
-        if rank == LOST and step == 2 and issued[0] == 4:
-            (Path(folder) / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def begin(backend: SymmetricBackend, program: RingProgram) -> Begun:
+        if rank == LOST and step == 2 and not forward:
+            kill()
+        return begun(backend, program)
 
-    SymmetricRingPass.__init__, SymmetricBackend.issue = begin, issue  # type: ignore[method-assign]
+    SymmetricBackend.issue, SymmetricBackend.begun = issue_some, begin  # type: ignore[method-assign]
     for step in range(1000):  # noqa: B007
+        forward = True
         out = ring_attn_func(x, x, x, plan, transport="symmetric")
         assert isinstance(out, torch.Tensor)
+        forward = False
         out.sum().backward()
         assert x.grad is not None
         x.grad.sum().item()
 
 
 @worlds(2, 4, soak=(3, 8))
-def test_a_rank_killed_in_mid_backward_ends_the_others(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("executor", ["cpp", "python"])
+def test_a_rank_killed_in_mid_backward_ends_the_others(
+    executor: str, world: int, tmp_path: Path
+) -> None:
     """Each with a RingError on stderr that names a hop, within the timeout and 5 s."""
     require_gpus(world)
     processes, port = multiprocessing.get_context("spawn"), free_port()
     ranks = [
-        processes.Process(target=_train, args=(rank, world, port, str(tmp_path)))
+        processes.Process(target=_train, args=(rank, world, port, str(tmp_path), executor))
         for rank in range(world)
     ]
     try:

@@ -179,7 +179,7 @@ def test_launches_of_many_documents_hold_two_blocks() -> None:
     assert sum(made) <= max(2 * int(exchange.block_rows.max()), 3 * largest)
 
 
-@pytest.mark.parametrize("lists", [[[1, 2, 3], [5, 1, 9], [], [4]], [], [[7, 3]]])
+@pytest.mark.parametrize("lists", [[[1, 2, 3], [5, 1, 9], [], [4]], [], [[]], [[7, 3]]])
 def test_rows_to_send_lie_in_one_upload(lists: list[list[int]]) -> None:
     """Reference: `RowIndex.of_each`, which CPU tensors use."""
     sent = [np.array(rows, np.int64) for rows in lists]
