@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import pytest
@@ -32,6 +32,16 @@ def worlds(*sizes: int, soak: Sequence[int] = ()) -> pytest.MarkDecorator:
 def require_gpus(world: int) -> None:
     if (here := torch.cuda.device_count()) < world:
         pytest.skip(f"{world} GPUs are needed, {here} are here")
+
+
+def as_host(number: int, gpus: Iterable[int]) -> dict[str, str]:
+    """The environment of processes that NCCL takes for a host of its own, reached by sockets.
+
+    gpus: of this machine, for these processes.
+    """
+    sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    devices = ",".join(map(str, gpus))
+    return {**sockets, "NCCL_HOSTID": f"host{number}", "CUDA_VISIBLE_DEVICES": devices}
 
 
 def join(rank: int, world: int, port: int, timeout_s: float = 60.0, bound: bool = False) -> None:
