@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -129,9 +129,7 @@ def ring(given: argparse.Namespace) -> int:
 
 
 def rehearsal(given: argparse.Namespace) -> int:
-    from ringfa3.bench.common.communicator import RankFailedError, RankLostError
     from ringfa3.bench.ring.rehearsal import Options, rehearse
-    from ringfa3.errors import first_line
 
     options = Options(
         ranks=given.ranks,
@@ -143,12 +141,7 @@ def rehearsal(given: argparse.Namespace) -> int:
         timeout=given.timeout,
         out=given.out,
     )
-    try:
-        return rehearse(options)
-    except (RuntimeError, RankLostError, RankFailedError) as error:  # also out of memory
-        rank = os.environ.get("RANK", "0")
-        print(f"ringfa3.bench: rank {rank}: {first_line(error)}", file=sys.stderr)
-        return 1
+    return of_rank(lambda: rehearse(options))
 
 
 def fp8(given: argparse.Namespace) -> int:
@@ -178,9 +171,24 @@ def fp8(given: argparse.Namespace) -> int:
 
 
 def cluster(given: argparse.Namespace) -> int:
+    from ringfa3.bench.cluster import calibrate
     from ringfa3.bench.cluster.run import run
 
-    return run(options(given))
+    found = options(given)
+    return of_rank(lambda: calibrate.run(found)) if found.calibrate else run(found)
+
+
+def of_rank(run: Callable[[], int]) -> int:
+    """run(); its errors are one line of this rank."""
+    from ringfa3.bench.common.communicator import RankFailedError, RankLostError
+    from ringfa3.errors import first_line
+
+    try:
+        return run()
+    except (RuntimeError, RankLostError, RankFailedError) as error:  # also out of memory
+        rank = os.environ.get("RANK", "0")
+        print(f"ringfa3.bench: rank {rank}: {first_line(error)}", file=sys.stderr)
+        return 1
 
 
 def tables(given: argparse.Namespace) -> int:

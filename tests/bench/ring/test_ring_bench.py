@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import subprocess
 import sys
@@ -40,6 +38,7 @@ from ringfa3.bench.ring.cases import (
 from ringfa3.bench.ring.load_balance import LoadBalance
 from ringfa3.bench.ring.memory import MemoryMeter, MemoryUse
 from ringfa3.planning.context_plan import plan_context
+from tests.support.bench_job import bench_job
 from tests.support.dense import mask
 from tests.support.ranks import free_port, sacrifice
 
@@ -48,14 +47,9 @@ IMPLEMENTATIONS = ["RingFA3", "RingFA3 alone", "FA3 alone", "Ulysses on FA3"]
 
 def bench(group: dist.ProcessGroup, port: int, *arguments: str) -> tuple[int, str]:
     """The exit code of this rank of a job, and what it prints to stdout."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    dist.destroy_process_group()
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(x) for name, x in place.items()}}
     cases.SHARD_TOKENS = cases.SHARD_TOKENS[:1]  # each further shard takes as long
     cases.SEEDS = 1
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        return main(["ring", *arguments]), printed.getvalue()
+    return bench_job(group, port, "ring", *arguments)
 
 
 def test_a_job_of_two_ranks_from_end_to_end(tmp_path: Path) -> None:
