@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AttentionInterface
 
 from benchmarks import compare_hf, hf_ring_flash_attn
 from benchmarks.compare_hf import Figures, Gradients, Peer, Shape, main, measure
@@ -174,6 +175,17 @@ def test_the_peer_has_the_error_of_ringfa3(monkeypatch: pytest.MonkeyPatch) -> N
         assert peer.error == pytest.approx(found.ours, rel=0.05)
         assert peer.seconds > 0
         assert peer.speed > 0
+
+
+@pytest.mark.usefixtures("ring_flash_attn")
+def test_the_peer_computes_in_the_dtype_of_autocast() -> None:
+    """There is no kernel for the float32 of q and k, which RoPE makes under autocast."""
+    hf_ring_flash_attn.register(plan_context(8, layout="contiguous"), torch.device("cpu"))
+    q, k, v = (torch.randn(1, heads, 8, 16) for heads in (4, 2, 2))
+    attend = AttentionInterface()[hf_ring_flash_attn.NAME]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = attend(None, q, k, v.bfloat16(), None, 0.25)
+    assert out.dtype == torch.bfloat16
 
 
 @pytest.mark.usefixtures("tiny")
