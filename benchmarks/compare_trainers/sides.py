@@ -1,6 +1,6 @@
 """The sides of `compare_trainers`: what the processes of one side train, and how they are timed.
 
-    torchrun --standalone --nproc-per-node N -m benchmarks.trainer_sides SIDE FOLDER
+    torchrun --standalone --nproc-per-node N -m benchmarks.compare_trainers.sides SIDE FOLDER
 
 All sides train the same model, of random weights, on the same documents. FOLDER has their settings
 and the corpus; rank 0 writes SIDE.json there. `compare_trainers` starts them.
@@ -33,11 +33,12 @@ from ringfa3 import plan_context
 from ringfa3.bench.common import machine
 from ringfa3.bench.common.fa3 import Fa3Ops
 
-ROOT = Path(__file__).absolute().parents[1]
+ROOT = Path(__file__).absolute().parents[2]
 WARM_UP = 3  # steps of each figure that are not timed
 PARTS = 32  # of a sample: its documents have 17, 8, 4, 2 and 1 of them
 BOS = "<|endoftext|>"  # as data.bos_token of train/pretrain.py
-RING, PEER = "SFTTrainer, RingFA3", "SFTTrainer, ring-flash-attn"
+RING = "SFTTrainer, RingFA3"
+PAIRED, PEER = "SFTTrainer, RingFA3, alternating", "SFTTrainer, ring-flash-attn"
 OWN, COMPILED = "train/pretrain.py", "train/pretrain.py, compiled"
 ROWS = "SFTTrainer, accelerate's CP, one document a step"
 DOCUMENTS = "SFTTrainer, accelerate's CP, a document at a time"
@@ -82,7 +83,7 @@ class Settings:
 
     @property
     def samples(self) -> int:
-        """Samples of the corpus: for two figures of one side."""
+        """Samples of the corpus: `peer` has two figures."""
         return 2 * self.all_steps
 
     def lengths(self) -> list[list[int]]:
@@ -131,15 +132,19 @@ class Settings:
 
 
 class Stopwatch:
-    """The times at which steps end, in seconds."""
+    """The times at which steps end, in seconds.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.ends = device, list[float]()
+    With `wait` a step ends when the device has computed it, which alternating steps need. Without
+    it the device may still compute an update, as in training. Every trainer waits for the device
+    once a step, so the device is never more than a step late.
+    """
+
+    def __init__(self, wait: bool = False) -> None:
+        self.wait, self.ends = wait, list[float]()
 
     def step_done(self) -> None:
-        """Note the end of a step, whose last update the device may still compute."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.wait and torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
 
     def seconds(self, steps: int) -> list[float]:
@@ -179,26 +184,40 @@ class Alternation:
 
 def ring(settings: Settings, folder: Path, device: torch.device) -> dict[str, Any]:
     """SFTTrainer with RingFA3's context parallelism, on packed documents."""
-    alternation = None
-    if settings.fa3 is not None:
-        Fa3Ops(Path(settings.fa3))  # loads it
-        hf_ring_flash_attn.functions()
-        alternation = Alternation(device)
-    total = settings.samples if alternation else settings.all_steps
+    trainer, watch = make_ring_trainer(settings, folder, device, settings.all_steps, None)
+    trainer.train()
+    return {"seconds": {RING: watch.seconds(settings.steps)}}
+
+
+def peer(settings: Settings, folder: Path, device: torch.device) -> dict[str, Any]:
+    """The same, alternating with ring-flash-attn."""
+    assert settings.fa3 is not None
+    Fa3Ops(Path(settings.fa3))  # loads it
+    alternation = Alternation(device)
+    trainer, watch = make_ring_trainer(settings, folder, device, settings.samples, alternation)
+    trainer.train()
+    seconds = watch.seconds(2 * settings.steps)
+    return {"seconds": {PAIRED: seconds[0::2], PEER: seconds[1::2]}}
+
+
+def make_ring_trainer(
+    settings: Settings,
+    folder: Path,
+    device: torch.device,
+    steps: int,
+    alternation: Alternation | None,
+) -> tuple[Any, Stopwatch]:
+    """A trainer that packs the first `steps` samples. RuntimeError: it packs others."""
     ringfa3.hf.register()
     trainer, watch = make_trainer(
-        settings, folder, device, settings.documents()[: 5 * total], ringfa3.hf.context_parallel,
-        "ringfa3", None if alternation is None else alternation.begin, packing=True,
-        max_steps=total, parallelism_config=ringfa3.hf.ContextParallel(settings.ranks),
+        settings, folder, device, settings.documents()[: 5 * steps], ringfa3.hf.context_parallel,
+        "ringfa3", alternation, packing=True, max_steps=steps,
+        parallelism_config=ringfa3.hf.ContextParallel(settings.ranks),
     )  # fmt: skip
     packed = [sorted(lengths, reverse=True) for lengths in trainer.train_dataset["seq_lengths"]]
-    if sorted(packed) != sorted(settings.lengths()[:total]):
-        raise RuntimeError(f"SFTTrainer packs other samples than {settings.lengths()[:total]}")
-    trainer.train()
-    seconds = watch.seconds(total - WARM_UP * (2 if alternation else 1))
-    if alternation is None:
-        return {"seconds": {RING: seconds}}
-    return {"seconds": {RING: seconds[0::2], PEER: seconds[1::2]}}
+    if sorted(packed) != sorted(settings.lengths()[:steps]):
+        raise RuntimeError(f"SFTTrainer packs other samples than {settings.lengths()[:steps]}")
+    return trainer, watch
 
 
 def accelerate_cp(
@@ -230,19 +249,19 @@ def make_trainer(
     documents: list[np.ndarray[Any, Any]],
     wrap: Callable[[type], type],
     attention: str,
-    begin: Callable[[int, Any], None] | None = None,
+    alternation: Alternation | None = None,
     **options: Any,
 ) -> tuple[Any, Stopwatch]:
     """An SFTTrainer of float32 weights under autocast, and its times."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    watch = Stopwatch(device)
+    watch = Stopwatch(wait=alternation is not None)
 
     class Steps(transformers.TrainerCallback):
         def on_step_begin(self, _: Any, state: Any, *__: Any, model: Any, **___: Any) -> None:
-            if begin is not None:
-                begin(state.global_step, model)
+            if alternation is not None:
+                alternation.begin(state.global_step, model)
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             watch.step_done()
@@ -280,15 +299,14 @@ def own(settings: Settings, folder: Path, device: torch.device, compiled: bool) 
     """RingFA3's trainer, without its last checkpoint and evaluation. It ends the process."""
     from train.tasks.trainer import Trainer
 
-    watch = Stopwatch(device)
+    watch = Stopwatch()
     step = Trainer.step
 
-    def timed_step(trainer: Trainer, *arguments: Any) -> dict[str, Any]:
-        before = trainer.state.seconds
-        record = step(trainer, *arguments)
-        found = round(record["tokens_per_s"] * (trainer.state.seconds - before))
-        if found != settings.tokens:
-            raise RuntimeError(f"a step had {found} tokens, not {settings.tokens}")
+    def timed_step(trainer: Trainer, batches: list[Any], begin: float) -> dict[str, Any]:
+        lengths = sorted(batches[0].plan.lengths.tolist(), reverse=True)
+        if len(batches) > 1 or lengths not in settings.lengths():
+            raise RuntimeError(f"a step has documents of {lengths} tokens: no sample of the corpus")
+        record = step(trainer, batches, begin)
         watch.step_done()
         return record
 
@@ -343,6 +361,7 @@ def write(path: Path, found: dict[str, Any], device: torch.device) -> None:
 
 SIDES: dict[str, Callable[[Settings, Path, torch.device], dict[str, Any] | None]] = {
     "ring": ring,
+    "peer": peer,
     "own": functools.partial(own, compiled=False),
     "compiled": functools.partial(own, compiled=True),
     "rows": functools.partial(accelerate_cp, whole=True),

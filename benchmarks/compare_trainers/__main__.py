@@ -6,8 +6,9 @@
 Each side is a job of `--ranks` processes that are one CP group. They train the same model, of
 random weights, on the same documents with AdamW and in bfloat16; weights are float32.
 
-    ring       TRL's SFTTrainer in `ringfa3.hf.context_parallel`, with packing. With --fa3 every
-               second step has ring-flash-attn's attention on FlashAttention-3 instead
+    ring       TRL's SFTTrainer in `ringfa3.hf.context_parallel`, with packing
+    peer       the same, but every second step has ring-flash-attn's attention on FlashAttention-3.
+               Only with --fa3
     own        `train/pretrain.py`, not compiled, as Hugging Face's models are not either
     compiled   the same with train.compile=block; no bar
     documents  SFTTrainer with accelerate's context parallelism (sdpa), which needs FSDP2 and
@@ -18,7 +19,8 @@ random weights, on the same documents with AdamW and in bfloat16; weights are fl
 Prints the tokens/s of each side, from the median of its steps. Each step begins at the end of the
 one before, so it has the loading of its data too. Then it prints the ratios of `ring` to the
 others, and of the error of RingFA3's gradients to that of transformers' own attention. The ratio to
-ring-flash-attn is the median of pairs of neighbouring steps. Writes results.json into
+ring-flash-attn is the median of pairs of neighbouring steps, after each of which the host waits for
+the device. Writes results.json into
 docs/results/hf/, or `--out`.
 
 Exits with 1 if a side fails, a ratio misses its bar, or the error is too large. On CPUs it measures
@@ -45,11 +47,12 @@ import torch
 from rich.console import Console
 
 from benchmarks.compare_hf import LARGEST_RATIO
-from benchmarks.trainer_sides import (
+from benchmarks.compare_trainers.sides import (
     COMPILED,
     DOCUMENTS,
     NEED_GPUS,
     OWN,
+    PAIRED,
     PEER,
     RING,
     ROOT,
@@ -89,7 +92,14 @@ class Ratio:
 def run(side: str, folder: Path, ranks: int, limit: float) -> dict[str, Any]:
     """The figures of a side. Raises SideError: it failed, or took longer than `limit` seconds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "benchmarks.trainer_sides", side, str(folder)]
+    command += [
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "benchmarks.compare_trainers.sides",
+        side,
+        str(folder),
+    ]
     given = {"HF_HUB_OFFLINE": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**given, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -126,10 +136,13 @@ def ratios(figures: dict[str, Any], judged: bool) -> list[Ratio]:
         name: x for found in figures.values() for name, x in found.get("seconds", {}).items()
     }
     found = []
-    for name in [name for name in BARS if name in seconds and RING in seconds]:
-        ours, theirs = seconds[RING], seconds[name]
+    for name in BARS:
+        base = PAIRED if name == PEER else RING
+        if not {name, base} <= seconds.keys():
+            continue
+        ours, theirs = seconds[base], seconds[name]
         value = statistics.median(theirs) / statistics.median(ours)
-        if name == PEER:  # its steps alternate with ours
+        if name == PEER:
             value = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
         bar = BARS[name] if judged else None
         found.append(
@@ -152,14 +165,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=32768, help="of a step")
     parser.add_argument("--ranks", type=int, default=2, help="processes, all in one CP group")
     parser.add_argument("--steps", type=int, default=10, help="that are timed, of each figure")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help="default: all but compiled")
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, help="default: all that can run, but compiled"
+    )
     parser.add_argument("--recompute", action="store_true", help="every layer, in all trainers")
     parser.add_argument("--fa3", type=Path, help="a library with FlashAttention-3's operators")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for each side")
     parser.add_argument("--out", type=Path, help="the folder of results.json")
     args = parser.parse_args(arguments)
     gpus = torch.cuda.device_count()
-    sides = args.sides or [s for s in SIDES if s != "compiled" and (gpus or s not in NEED_GPUS)]
+    left_out = {"compiled", *(() if gpus else NEED_GPUS), *(() if args.fa3 else ("peer",))}
+    sides = args.sides or [side for side in SIDES if side not in left_out]
+    if "peer" in sides and args.fa3 is None:
+        parser.error("--sides peer: it needs --fa3")
     if gpus == 0 and (refused := [side for side in sides if side in NEED_GPUS]):
         parser.error(f"--sides {' '.join(refused)}: PyTorch's context parallelism needs GPUs")
     if gpus and args.ranks > gpus:
