@@ -111,7 +111,7 @@ def test_every_second_step_has_the_layout_and_the_attention_of_the_peer(
 def test_a_ratio_is_that_of_medians_and_of_pairs_for_alternating_steps() -> None:
     figures = {
         "ring": {"seconds": {RING: [1.0, 2.0, 4.0]}},
-        "peer": {"seconds": {PAIRED: [1.0, 2.1, 4.0], PEER: [1.1, 2.1, 4.2]}},
+        "peer": {"seconds": {PAIRED: [2.0, 4.2, 8.0], PEER: [2.2, 4.2, 8.4]}},
         "own": {"seconds": {OWN: [9.0, 1.9, 1.0]}},
         "compiled": {"seconds": {COMPILED: [1.0, 1.0, 1.0]}},
         "errors": {"errors": {"RingFA3": 0.04, "sdpa": 0.05}},
