@@ -279,7 +279,8 @@ def parser() -> argparse.ArgumentParser:
         "documents (256k tokens), window (4096 of 256k), memory (4k to 64k tokens a GPU), error "
         "(all heads of 8k tokens against float64), host (time to start a call), checkpoint (a "
         "block under activation checkpointing), fresh (16 calls forward and backward on a packing "
-        "of their own), all; default lengths",
+        "of their own), magi (MagiAttention's mix of documents, 64:8 heads), mixes (short "
+        "documents, and a long tail), all; default lengths",
     )  # fmt: skip
     p.add_argument(
         "--worlds", nargs="+", type=int, metavar="N", help="world sizes; default 1, 2, 4, ..."
