@@ -109,7 +109,7 @@ class Row:
     @classmethod
     def of(cls, case: Case, direction: str, dtype: str, implementations: Sequence[str]) -> Row:
         """The row of a case, without measurements."""
-        names = [f.name for f in fields(case) if f.name != "spans"]  # the label names them
+        names = [f.name for f in fields(case) if f.name not in ("spans", "mix")]  # labels name them
         of_case = {name: getattr(case, name) for name in names} | {
             "lengths": list(case.lengths),
             "keys": case.keys and list(case.keys),

@@ -22,9 +22,13 @@ SEEDS = 4  # batches of a mix
 
 @dataclass(frozen=True)
 class RingCase(Case):
-    """A case whose tokens are sharded over `world` ranks."""
+    """A case whose tokens are sharded over `world` ranks.
+
+    mix  from which the documents are drawn; None: they are not
+    """
 
     world: int = 1
+    mix: Mix | None = None
 
     def flops(self, direction: str) -> int:
         """The mean over ranks."""
@@ -94,12 +98,18 @@ def checkpointed_block(world: int, shrink: int) -> Iterable[RingCase]:
 def fresh_packings(world: int, shrink: int) -> Iterable[RingCase]:
     """Shards of a fixed length. Their documents change from step to step, see `packing`."""
     for shard in SHARD_TOKENS:
-        lengths = packing(shard * world // shrink, random.Random(0))
-        yield ring_case(FRESH, f"{short(shard // shrink)} a GPU", lengths, world)
+        label = f"{short(shard // shrink)} a GPU"
+        case = ring_case(FRESH, label, (shard * world // shrink,), world)
+        yield replace(case, lengths=packing(case, "first"))
+    first, *_ = magi(world, shrink)
+    yield replace(first, set=FRESH, label=first.label.rpartition(", ")[0])
 
 
-def packing(tokens: int, rng: random.Random) -> tuple[int, ...]:
-    """Documents of log-uniform lengths, up to a quarter of the tokens."""
+def packing(case: RingCase, seed: str) -> tuple[int, ...]:
+    """Lengths of another batch: of the case's mix, or log-uniform up to a quarter of the tokens."""
+    rng, tokens = random.Random(seed), case.tokens
+    if case.mix is not None:
+        return tuple(case.mix.draw(rng.getrandbits(32), case.world).tolist())
     return documents(rng, tokens, min(64, max(1, tokens // 8)), max(2, tokens // 4))
 
 
@@ -122,7 +132,7 @@ def _batches(set_name: str, name: str, tokens: int, world: int) -> Iterable[Ring
     for seed in range(SEEDS):
         lengths = tuple(mix.draw(seed, world).tolist())
         label = f"{name}, {short(tokens)} a GPU, seed {seed}"
-        yield ring_case(set_name, label, lengths, world)
+        yield replace(ring_case(set_name, label, lengths, world), mix=mix)
 
 
 RING_SETS = {

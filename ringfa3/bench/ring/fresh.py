@@ -6,7 +6,6 @@ Both count the host. A loader makes the plan, so its time is a figure of its own
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from collections import defaultdict
 
@@ -108,7 +107,7 @@ def measure_fresh(
             wrong: str | None = None
             for number in range(WARM_UP_STEPS + pairs):
                 for first in FIRST:
-                    lengths = packing(case.tokens, random.Random(f"{first} {number}"))
+                    lengths = packing(case, f"{first} {number}")
                     cu_seqlens = [0, *itertools.accumulate(lengths)]
                     begin = time.perf_counter()
                     plan = ring.plan_of(cu_seqlens)

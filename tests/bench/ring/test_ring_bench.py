@@ -30,7 +30,6 @@ from ringfa3.bench.ring.cases import (
     LENGTHS,
     MAGI,
     MEMORY,
-    RING_SETS,
     STEPS,
     RingCase,
     ring_case,
@@ -129,7 +128,9 @@ def test_sets_without_peers_from_end_to_end(tmp_path: Path) -> None:
         assert row.memory == {}  # which only a GPU has
     assert [(row.direction, row.world, row.label) for row in fresh] == [
         (BACKWARD, 2, "4 a GPU"),
+        (BACKWARD, 2, "magi, 8 a GPU"),
         (BACKWARD, 1, "4 a GPU"),
+        (BACKWARD, 1, "magi, 8 a GPU"),
     ]
     assert [(row.direction, row.world) for row in packed] == [(FORWARD, 2), (BACKWARD, 2)]
     for row in packed:
@@ -209,38 +210,6 @@ def test_a_lost_rank_ends_the_run_with_what_was_measured(
     found = Results.load(tmp_path / "results.json")
     assert not found.complete
     assert [row.stopped for row in found.rows] == [None, "failed: no answer"]
-
-
-def test_the_sets_have_the_sizes_of_their_names() -> None:
-    whole = list(RING_SETS["lengths"](4, 1))
-    assert [c.tokens // 1024 for c in whole] == [16, 32, 64, 128, 256]
-    (documents,) = RING_SETS["documents"](4, 1)
-    assert documents.tokens == 256 * 1024
-    assert all(1024 <= n < 65536 for n in documents.lengths[:-1])
-    (window,) = RING_SETS["window"](4, 1)
-    assert (window.tokens, window.window) == (256 * 1024, (4096, 0))
-    shards = [list(RING_SETS["memory"](world, 1)) for world in (2, 4)]
-    for found, world in zip(shards, (2, 4), strict=True):
-        assert [c.tokens // world // 1024 for c in found] == [4, 16, 64]
-    assert [c.label for c in shards[0]] == [c.label for c in shards[1]]
-    exact = list(RING_SETS["error"](4, 1))
-    assert [c.tokens for c in exact] == [8192, 8192]
-    (quick,) = RING_SETS["host"](4, 1)
-    assert quick.tokens == 4096
-    for world in (1, 4):
-        blocks = [c.tokens // world // 1024 for c in RING_SETS["checkpoint"](world, 1)]
-        assert blocks == [4, 16, 64]
-    for case in (*whole, documents, window, *shards[0], *exact, quick):
-        assert (case.heads, case.kv_heads, case.head_dim) == (32, 8, 128)
-    for world in (4, 8):
-        batches = list(RING_SETS["magi"](world, 1))
-        assert len({case.lengths for case in batches}) == 4
-        for case in batches:
-            assert (case.heads, case.kv_heads, case.tokens) == (64, 8, 8192 * world)
-            assert max(case.lengths) <= case.tokens // 4
-        tokens = [case.tokens // world // 1024 for case in RING_SETS["mixes"](world, 1)]
-        assert tokens == [4] * 8 + [8] * 8 + [32] * 8
-    assert whole[0].flops(FORWARD) == 4 * 32 * 128 * (16384 * 16385 // 2) // 4
 
 
 @pytest.mark.parametrize(("lengths", "left"), [((48,), -1), ((40, 1, 17, 30), -1), ((64,), 5)])
