@@ -158,7 +158,10 @@ class Plan:
         return spans
 
     def forward(self, tile_m: int) -> list[Tiling]:
-        """A tiling for each hop: tiles of `tile_m` query rows, those with most columns first."""
+        """A tiling for each hop: tiles of `tile_m` query rows, those with most columns first.
+
+        Tiles that wait for keys come after most of the others, which run while those keys arrive.
+        """
         return self._cached((tile_m,), lambda: self._forward(tile_m))
 
     def single_hop(self, tile_m: int) -> bool:
@@ -212,7 +215,10 @@ class Plan:
         flags[last_hop, tile] |= LAST
 
         (fetched,) = np.nonzero((count > 0) | (flags.ravel() > 0))
-        fetched = fetched[np.lexsort((-cost[fetched], fetched // max(num_rows, 1)))]
+        waits = np.concatenate(([0], np.cumsum(self.arrival[b.key] > 0)))
+        waiting = (waits[first + count] > waits[first])[fetched]
+        turn = _turns(waiting, cost[fetched])
+        fetched = fetched[np.lexsort((-cost[fetched], turn, fetched // max(num_rows, 1)))]
         segment = np.repeat(np.arange(len(q)), per_segment)
         start = (tile - base[segment]) * tile_m
         row0 = q.row[segment] + start
@@ -256,6 +262,20 @@ class Plan:
             earlier = _earlier(self.key_hop[b.key], b.query, b.key, offset)
         ends = _hop_ends(hop[fetched], hops), offset
         return TileSchedule(tile_n, tiles, spans, earlier, *ends).tilings()
+
+
+def _turns(waiting: npt.NDArray[np.bool_], cost: Ints) -> Ints:
+    """(tiles,) 0 for tiles that a launch starts with, 1 for those that wait for keys, 2 for the
+    cheapest of the others, which even out the ends of CTAs; all 0 if no tile waits."""
+    if not waiting.any():
+        return np.zeros(len(cost), np.int64)
+    (others,) = np.nonzero(~waiting)
+    others = others[np.argsort(cost[others], kind="stable")]
+    work = np.cumsum(cost[others])
+    turn = waiting.astype(np.int64)
+    if len(others):
+        turn[others[work <= min(cost.sum() // 8, work[-1] // 2)]] = 2
+    return turn
 
 
 def _earlier(hop: Ints, query: Ints, key: Ints, offset: Ints) -> npt.NDArray[np.int32]:

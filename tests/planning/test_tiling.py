@@ -208,6 +208,25 @@ def test_longest_tiles_come_first(mode: str, case: Case, m: int, n: int) -> None
             assert cost == sorted(cost, reverse=True)
 
 
+@given(case=cases, m=tiles)
+def test_tiles_that_wait_for_keys_come_after_most_of_the_others(case: Case, m: int) -> None:
+    """Each part has its longest tiles first; the last part has at most an eighth of the work."""
+    for plan in case.plans():
+        (tiling,) = plan.gathered.forward(m)
+        first, count = tiling.tiles["first_span"], tiling.tiles["num_spans"]
+        arrival = tiling.spans["arrival"]
+        waits = [bool(arrival[i : i + n].any()) for i, n in zip(first, count, strict=True)]
+        cost = tiling.visited_columns().tolist()
+        begin = waits.index(True) if any(waits) else len(waits)
+        end = begin + sum(waits)
+        assert all(waits[begin:end])
+        for part in (cost[:begin], cost[begin:end], cost[end:]):
+            assert part == sorted(part, reverse=True)
+        assert 8 * sum(cost[end:]) <= sum(cost)
+        assert sum(cost[end:]) <= sum(cost[:begin])
+        assert not begin or not cost[end:] or cost[begin - 1] >= cost[end]
+
+
 @given(case=cases, m=tiles, n=tiles)
 def test_deterministic_turns_follow_the_fetch_order(case: Case, m: int, n: int) -> None:
     """Key tiles descend, rows ascend; each dQ block counts 0, 1, 2 ... as tiles are fetched.
