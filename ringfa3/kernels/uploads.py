@@ -43,11 +43,18 @@ class HostTables(Protocol, Generic[T_co]):
         """The tables in a copy of the bytes that begins at an address; None: a symbolic one."""
 
 
+def upload(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy in device memory. It reads pinned memory, so it does not block the host."""
+    if device.type == "cuda" and len(source):
+        source = source.pin_memory()  # PyTorch reuses it only after the copy that reads it
+    return source.to(device, non_blocking=True, copy=True)
+
+
 class DeviceCopy(Generic[T]):
     """Tables in device memory."""
 
-    def __init__(self, host: HostTables[T], device: torch.device) -> None:
-        self.memory, self._host = host.packed.upload(device), host
+    def __init__(self, host: HostTables[T], memory: torch.Tensor) -> None:
+        self.memory, self._host = memory, host
         self._event: torch.cuda.Event | None = None
 
     @cached_property
@@ -73,11 +80,12 @@ class HostCopy(Generic[T]):
     The host holds as many bytes as a stream, as long as the owner lives: further streams upload
     them, and a plan that is pickled takes them along.
 
-    first  copies that captured launches read, by device
+    source  their bytes, uint8
+    first   copies that captured launches read, by device
     """
 
     def __init__(self, host: HostTables[T]) -> None:
-        self.host = host
+        self.host, self.source = host, torch.from_numpy(host.packed.data)
         self.first: dict[torch.device, DeviceCopy[T]] = {}
         self._of_streams: dict[tuple[torch.device, int], DeviceCopy[T]] = {}
 
@@ -86,7 +94,7 @@ class HostCopy(Generic[T]):
         key = stream.device, stream.id
         found = self._of_streams.get(key)
         if found is None:
-            found = DeviceCopy(self.host, stream.device)
+            found = DeviceCopy(self.host, upload(self.source, stream.device))
             if stream.device not in self.first:
                 found.record()
                 self.first.setdefault(stream.device, found)
@@ -243,10 +251,3 @@ class Packed:
 
     def at(self, memory: torch.Tensor | None, begin: int) -> Uploaded:
         return Uploaded(memory, self.addresses(begin))
-
-    def upload(self, device: torch.device) -> torch.Tensor:
-        """A copy in device memory, uint8. It reads pinned memory, so it does not block the host."""
-        source = torch.from_numpy(self.data)
-        if device.type == "cuda" and len(source):
-            source = source.pin_memory()  # PyTorch reuses it only after the copy that reads it
-        return source.to(device, non_blocking=True, copy=True)
