@@ -14,7 +14,6 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -72,9 +71,8 @@ struct Program {
   // Adds addresses to the words at some numbers, in place. symbols: for each of these words the
   // number of its address, or -1 - n for memory n.
   //
-  // Returns a symbol whose address is not known; the words are then in no defined state.
-  std::optional<int64_t> link(at::IntArrayRef at, at::IntArrayRef symbols,
-                              at::IntArrayRef addresses) {
+  // Returns whether all of them are known; else the words are in no defined state.
+  bool link(at::IntArrayRef at, at::IntArrayRef symbols, at::IntArrayRef addresses) {
     TORCH_CHECK(at.size() == symbols.size(), "a program has ", at.size(), " words to link, and ",
                 symbols.size(), " symbols");
     c10::SmallVector<int64_t, 8> of_memory;
@@ -88,11 +86,11 @@ struct Program {
                   "a program links word ", at[i], " to symbol ", symbol, ", beyond its end");
       if (n < 0 &&
           (symbol >= static_cast<int64_t>(addresses.size()) || addresses[symbol] == kUnknown)) {
-        return symbol;
+        return false;
       }
       words[at[i]] += n < 0 ? addresses[symbol] : of_memory[n];
     }
-    return std::nullopt;
+    return true;
   }
 
   // The results of a call. `tensors` are its inputs; an undefined one has no step that reads it.

@@ -43,8 +43,8 @@ inline std::shared_ptr<Program const> held_program(PyObject* capsule) {
 }
 
 // program(words, at, symbols, addresses, memory: tuple[torch.Tensor, ...], held: object), which
-// Python holds; or the number of a symbol without an address: see `Program::link`. The first four
-// are buffers of int64.
+// Python holds; None: a symbol has no address. See `Program::link`; the first four are buffers of
+// int64.
 inline PyObject* program(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   Int64s words, at, symbols, addresses;
@@ -58,9 +58,7 @@ inline PyObject* program(PyObject*, PyObject* args) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(memory); ++i) {
     made->memory.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(memory, i)));
   }
-  if (auto const missing = made->link(at.get(), symbols.get(), addresses.get())) {
-    return PyLong_FromLongLong(*missing);
-  }
+  if (!made->link(at.get(), symbols.get(), addresses.get())) Py_RETURN_NONE;
   Py_INCREF(held);
   made->held = std::shared_ptr<PyObject>(held, [](PyObject* object) {
     py::gil_scoped_acquire const gil;

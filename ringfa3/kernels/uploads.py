@@ -51,26 +51,25 @@ def upload(source: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class DeviceCopy(Generic[T]):
-    """Tables in device memory."""
+    """Tables in device memory.
+
+    event  after the upload, if captures read this copy; None once it is done
+    """
 
     def __init__(self, host: HostTables[T], memory: torch.Tensor) -> None:
         self.memory, self._host = memory, host
-        self._event: torch.cuda.Event | None = None
+        self.event: torch.cuda.Event | None = None
 
     @cached_property
     def tables(self) -> T:
         return self._host.at(self.memory, self.memory.data_ptr())
 
-    def record(self) -> None:
-        """Captures read this copy: remembers when its upload is done."""
-        self._event = record_event(self.memory.device)
-
     def finished(self) -> T:
         """The tables, the upload done: replays are not ordered after the stream of the upload."""
-        event = self._event  # another thread may clear it meanwhile
+        event = self.event  # another thread may clear it meanwhile
         if event is not None:
             finish(event)
-            self._event = None
+            self.event = None
         return self.tables
 
 
@@ -96,7 +95,7 @@ class HostCopy(Generic[T]):
         if found is None:
             found = DeviceCopy(self.host, upload(self.source, stream.device))
             if stream.device not in self.first:
-                found.record()
+                found.event = record_event(stream.device)
                 self.first.setdefault(stream.device, found)
             with _lock:  # threads may upload at the same time
                 self._of_streams[key] = found

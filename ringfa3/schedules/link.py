@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -164,19 +164,21 @@ class Addresses:
         """A call on one GPU has kernels and a work counter."""
         return cls(kernel_resolvers(stream), _no_memory)
 
-    def look_up(self, number: int) -> None:
-        """Adds the address of a symbol.
+    def look_up(self, numbers: Iterable[int]) -> None:
+        """Adds the addresses of symbols that have none; negative numbers are no symbols.
 
         Raises BuildError, OSError: a kernel cannot be built or loaded.
         """
-        name, *rest = numbered_symbol(number)
         with self._lock:
-            address = self._resolve[name](*rest)
-            more = number + 1 - len(self.of_numbers)
-            self.of_numbers.extend([UNKNOWN] * more)
-            self.of_numbers[number] = _signed(address)
-        if name == "entry":
-            _loaded.add(number)
+            known = self.of_numbers
+            for number in {x for x in numbers if x >= 0}:
+                known.extend([UNKNOWN] * (number + 1 - len(known)))
+                if known[number] != UNKNOWN:
+                    continue
+                name, *rest = numbered_symbol(number)
+                known[number] = _signed(self._resolve[name](*rest))
+                if name == "entry":
+                    _loaded.add(number)
 
 
 UNKNOWN = -(1 << 63)  # no address of memory; kUnknown of csrc/host/program.h
@@ -210,12 +212,13 @@ def link(
     """
     parts = map(addresses.tensor_of, schedule.parts)
     memory = *parts, *[table.copy.on(stream).memory for table in schedule.tables]
-    given = schedule.words, schedule.at, schedule.references.numbers
-    while True:
-        made = library.program(*given, addresses.of_numbers, memory, schedule.held)
-        if not isinstance(made, int):
-            return made
-        addresses.look_up(made)
+    numbers = schedule.references.numbers
+    given = schedule.words, schedule.at, numbers, addresses.of_numbers, memory, schedule.held
+    made = library.program(*given)
+    if made is None:
+        addresses.look_up(numbers)
+        made = library.program(*given)
+    return made
 
 
 def _signed(address: int) -> int:

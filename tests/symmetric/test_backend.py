@@ -215,7 +215,7 @@ def test_a_call_that_begins_again_is_linked_for_its_own_stream() -> None:
     number = symbol_number(("stream", Stream.COMPUTE))
 
     def link(_: object, __: object, ___: object, addresses: Addresses) -> None:
-        addresses.look_up(number)
+        addresses.look_up([number])
         linked[threading.get_ident()].append(addresses.of_numbers[number])
 
     with mock.patch.object(ring_program, "link", link):

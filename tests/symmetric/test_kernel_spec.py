@@ -71,6 +71,7 @@ def test_a_worker_needs_no_gpu() -> None:
     assert units >= {"backward-d128-fp16"}
     assert all(len(code.tables) for code in codes)
     assert plan.hops._tilings
+    assert "digest" in vars(plan)
 
 
 def same_as_built(prepared: list[EncodedSchedule], built: list[EncodedSchedule]) -> None:
