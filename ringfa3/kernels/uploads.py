@@ -43,33 +43,27 @@ class HostTables(Protocol, Generic[T_co]):
         """The tables in a copy of the bytes that begins at an address; None: a symbolic one."""
 
 
-def upload(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy in device memory. It reads pinned memory, so it does not block the host."""
-    if device.type == "cuda" and len(source):
-        source = source.pin_memory()  # PyTorch reuses it only after the copy that reads it
-    return source.to(device, non_blocking=True, copy=True)
-
-
 class DeviceCopy(Generic[T]):
-    """Tables in device memory.
+    """Tables in device memory."""
 
-    event  after the upload, if captures read this copy; None once it is done
-    """
-
-    def __init__(self, host: HostTables[T], memory: torch.Tensor) -> None:
-        self.memory, self._host = memory, host
-        self.event: torch.cuda.Event | None = None
+    def __init__(self, host: HostTables[T], device: torch.device) -> None:
+        self.memory, self._host = host.packed.upload(device), host
+        self._event: torch.cuda.Event | None = None
 
     @cached_property
     def tables(self) -> T:
         return self._host.at(self.memory, self.memory.data_ptr())
 
+    def record(self) -> None:
+        """Captures read this copy: remembers when its upload is done."""
+        self._event = record_event(self.memory.device)
+
     def finished(self) -> T:
         """The tables, the upload done: replays are not ordered after the stream of the upload."""
-        event = self.event  # another thread may clear it meanwhile
+        event = self._event  # another thread may clear it meanwhile
         if event is not None:
             finish(event)
-            self.event = None
+            self._event = None
         return self.tables
 
 
@@ -79,12 +73,11 @@ class HostCopy(Generic[T]):
     The host holds as many bytes as a stream, as long as the owner lives: further streams upload
     them, and a plan that is pickled takes them along.
 
-    source  their bytes, uint8
-    first   copies that captured launches read, by device
+    first  copies that captured launches read, by device
     """
 
     def __init__(self, host: HostTables[T]) -> None:
-        self.host, self.source = host, torch.from_numpy(host.packed.data)
+        self.host = host
         self.first: dict[torch.device, DeviceCopy[T]] = {}
         self._of_streams: dict[tuple[torch.device, int], DeviceCopy[T]] = {}
 
@@ -93,9 +86,9 @@ class HostCopy(Generic[T]):
         key = stream.device, stream.id
         found = self._of_streams.get(key)
         if found is None:
-            found = DeviceCopy(self.host, upload(self.source, stream.device))
+            found = DeviceCopy(self.host, stream.device)
             if stream.device not in self.first:
-                found.event = record_event(stream.device)
+                found.record()
                 self.first.setdefault(stream.device, found)
             with _lock:  # threads may upload at the same time
                 self._of_streams[key] = found
@@ -250,3 +243,10 @@ class Packed:
 
     def at(self, memory: torch.Tensor | None, begin: int) -> Uploaded:
         return Uploaded(memory, self.addresses(begin))
+
+    def upload(self, device: torch.device) -> torch.Tensor:
+        """A copy in device memory, uint8. It reads pinned memory, so it does not block the host."""
+        source = torch.from_numpy(self.data)
+        if device.type == "cuda" and len(source):
+            source = source.pin_memory()  # PyTorch reuses it only after the copy that reads it
+        return source.to(device, non_blocking=True, copy=True)

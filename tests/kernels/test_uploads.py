@@ -82,13 +82,13 @@ def test_a_plan_is_uploaded_once_for_each_direction(
 ) -> None:
     """All hops, and a backward's heads in two calls: the tables lie at their addresses."""
     plan, made = plan_context([0, 150, 700], (1, 3)).hops, []
-    upload = uploads.upload
+    upload = uploads.Packed.upload
 
-    def counted(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        made.append(source)
-        return upload(source, device)
+    def counted(packed: uploads.Packed, device: torch.device) -> torch.Tensor:
+        made.append(packed)
+        return upload(packed, device)
 
-    monkeypatch.setattr(uploads, "upload", counted)
+    monkeypatch.setattr(uploads.Packed, "upload", counted)
     tilings = plan.forward(128)
     found = {id(forward.tables(x, on(1))): forward.tables(x, on(1)) for x in tilings}
     (tables,) = found.values()
@@ -100,7 +100,7 @@ def test_a_plan_is_uploaded_once_for_each_direction(
     (unit,) = (u for u in UNITS if u.name == "backward-d128-bf16")
     split = backward.Split(group=2, kv_heads=3, first_heads=1)
     host = backward.HostTables.of(plan, unit, deterministic, split, 132)
-    memory = upload(torch.from_numpy(host.packed.data), CPU)
+    memory = host.packed.upload(CPU)
     there = host.at(memory, memory.data_ptr())
     blocks = backward.grid_blocks(plan, unit.tile_m)
     assert at(there.blocks, blocks) == blocks.tobytes()
@@ -122,13 +122,13 @@ def test_a_captured_launch_waits_for_the_upload_that_it_reads(
 ) -> None:
     """Once: the first upload, of whatever stream, with an event recorded behind it."""
 
-    upload = uploads.upload
+    upload = uploads.Packed.upload
 
-    def logged(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def logged(packed: uploads.Packed, device: torch.device) -> torch.Tensor:
         events.log.append(("upload", 0))
-        return upload(source, device)
+        return upload(packed, device)
 
-    monkeypatch.setattr(uploads, "upload", logged)
+    monkeypatch.setattr(uploads.Packed, "upload", logged)
     some = tiling()
     first = read(some, on(1))
     expected = [("upload", 0), ("record", 0)]

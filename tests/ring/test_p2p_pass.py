@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from ringfa3 import ContextPlan, plan_context, ring_attn_func
 from ringfa3.bench.cluster.mixes import DISTRIBUTIONS, Mix
-from ringfa3.kernels.uploads import upload
 from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.ring.p2p import FakeTransport, GlooTransport, Message
 from ringfa3.ring.p2p_pass import KV, RETURN, P2PRingPass, _SentRows
@@ -185,7 +184,7 @@ def test_rows_to_send_lie_in_one_upload(lists: list[list[int]]) -> None:
     """Reference: `RowIndex.of_each`, which CPU tensors use."""
     sent = [np.array(rows, np.int64) for rows in lists]
     tables = _SentRows(sent)
-    memory = upload(torch.from_numpy(tables.packed.data), torch.device("cpu"))
+    memory = tables.packed.upload(torch.device("cpu"))
     found = tables.at(memory, memory.data_ptr())
     for index, expected in zip(found, RowIndex.of_each(sent, memory.device), strict=True):
         assert type(index.rows) is type(expected.rows)
