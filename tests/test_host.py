@@ -378,7 +378,7 @@ def test_a_buffer_is_freed_behind_its_last_step(host_library: Any) -> None:
     first, second = ([number, 0, 1, n, 1] for number in (1, 2))
     steps = [*allocate, ZERO, *first, FREE, 1, *allocate, ZERO, *second]
     words = array.array("q", [5, *steps, 1, *second])
-    program = host_library.program(words, (), ())
+    program = host_library.program(words, b"", b"", b"", (), ())
     with torch.profiler.profile(profile_memory=True) as profile:
         (out,) = host_library.run(program, (torch.zeros(1),), 0, (0, 0, 0))
     events = profile.profiler.kineto_results.events()

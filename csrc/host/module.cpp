@@ -13,6 +13,7 @@
 
 #include "host/ops.h"
 #include "host/python_objects.h"
+#include "host/python_programs.h"
 
 namespace {
 
@@ -24,24 +25,12 @@ struct Settings {
   bool deterministic;
 };
 
-struct WithoutGil {
-  PyThreadState* const state = PyEval_SaveThread();
-  ~WithoutGil() { PyEval_RestoreThread(state); }
-};
-
 // Keeps the program of this thread's call; null: Python always runs such calls.
 PyObject* keep_program(std::shared_ptr<Program const> program) {
   TORCH_CHECK(wanted, "no call of this thread asks for a program");
   host().programs.put(std::move(*wanted), std::move(program));
   wanted.reset();
   Py_RETURN_NONE;
-}
-
-// The program in what `program` gives; null, and an error of Python, for another object.
-std::shared_ptr<Program const> held_program(PyObject* capsule) {
-  auto* const held =
-      static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
-  return held ? *held : nullptr;
 }
 
 // keep(program), for the call of this thread that asks for it
@@ -60,66 +49,6 @@ PyObject* decline(PyObject*, PyObject*) {
 
 // Whether the call that this thread runs asks for a program.
 PyObject* is_wanted(PyObject*, PyObject*) { return PyBool_FromLong(wanted.has_value()); }
-
-// program(words: buffer, memory: tuple[torch.Tensor, ...], held: object), which Python holds
-PyObject* program(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
-  Py_buffer words;
-  PyObject *memory, *held;
-  if (!PyArg_ParseTuple(args, "y*O!O", &words, &PyTuple_Type, &memory, &held)) return nullptr;
-  auto made = std::make_shared<Program>();
-  auto const* const begin = static_cast<int64_t const*>(words.buf);
-  made->words.assign(begin, begin + words.len / static_cast<Py_ssize_t>(sizeof *begin));
-  PyBuffer_Release(&words);
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(memory); ++i) {
-    made->memory.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(memory, i)));
-  }
-  Py_INCREF(held);
-  made->held = std::shared_ptr<PyObject>(held, [](PyObject* object) {
-    py::gil_scoped_acquire const gil;
-    Py_DECREF(object);
-  });
-  auto* const kept = new std::shared_ptr<Program const>(std::move(made));
-  return PyCapsule_New(kept, nullptr, [](PyObject* capsule) {
-    delete static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
-  });
-  END_HANDLE_TH_ERRORS
-}
-
-// run(program, inputs: tuple[torch.Tensor | None, ...], stream: int, waits: tuple[int, int, int])
-// gives the outputs, or (name, status) of a call that the driver refuses.
-PyObject* run(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
-  PyObject *capsule, *inputs;
-  unsigned long long stream, compute, kv, gradients;
-  if (!PyArg_ParseTuple(args, "OO!K(KKK)", &capsule, &PyTuple_Type, &inputs, &stream, &compute, &kv,
-                        &gradients)) {
-    return nullptr;
-  }
-  auto const program = held_program(capsule);
-  if (!program) return nullptr;
-  Tensors tensors;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
-    PyObject* const input = PyTuple_GET_ITEM(inputs, i);
-    tensors.push_back(input == Py_None ? Tensor() : THPVariable_Unpack(input));
-  }
-  if (!wanted) ++host().counts.replayed;  // else the call counts as one that asks for a program
-  Tensors results;
-  try {
-    WithoutGil const released;
-    at::AutoDispatchBelowADInplaceOrView const below;
-    results = program->run(std::move(tensors), {reinterpret_cast<void*>(stream), 0},
-                           {compute, kv, gradients});
-  } catch (Refused const& refused) {
-    return Py_BuildValue("(si)", refused.what(), refused.status);
-  }
-  py::tuple wrapped(results.size());
-  for (size_t i = 0; i < results.size(); ++i) {
-    wrapped[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(results[i])));
-  }
-  return wrapped.release().ptr();
-  END_HANDLE_TH_ERRORS
-}
 
 // Whether the ring call that this thread runs may be kept.
 PyObject* ring_wanted(PyObject*, PyObject*) { return PyBool_FromLong(wanted_ring.has_value()); }
@@ -358,6 +287,7 @@ PyMethodDef methods[] = {
     {"keep", keep, METH_O, nullptr},
     {"decline", decline, METH_NOARGS, nullptr},
     {"program", program, METH_VARARGS, nullptr},
+    {"words", words_of, METH_O, nullptr},
     {"run", run, METH_VARARGS, nullptr},
     {"find_plans", find_plans, METH_O, nullptr},
     {"on_first_call", on_first_call, METH_O, nullptr},

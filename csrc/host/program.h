@@ -12,6 +12,7 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -25,7 +26,8 @@ namespace ringfa3::host {
 
 using Tensors = c10::SmallVector<at::Tensor, 16>;
 
-constexpr size_t kMaxArguments = 1024;  // bytes of a kernel's arguments
+constexpr size_t kMaxArguments = 1024;                             // bytes of a kernel's arguments
+constexpr int64_t kUnknown = std::numeric_limits<int64_t>::min();  // address of no symbol
 
 enum Opcode : int64_t {
   kLaunch,
@@ -65,6 +67,31 @@ struct Program {
   std::vector<int64_t> words;
   std::vector<at::Tensor> memory;  // of other calls, too; steps have addresses of some
   std::shared_ptr<void> held;      // an object of Python that lives as long
+
+  // Adds addresses to the words at some numbers, in place. symbols: for each of these words the
+  // number of its address, or -1 - n for memory n.
+  //
+  // Returns whether all of them are known; else the words are in no defined state.
+  bool link(at::IntArrayRef at, at::IntArrayRef symbols, at::IntArrayRef addresses) {
+    TORCH_CHECK(at.size() == symbols.size(), "a program has ", at.size(), " words to link, and ",
+                symbols.size(), " symbols");
+    c10::SmallVector<int64_t, 8> of_memory;
+    for (at::Tensor const& x : memory) {
+      of_memory.push_back(reinterpret_cast<int64_t>(x.const_data_ptr()));
+    }
+    for (size_t i = 0; i < at.size(); ++i) {
+      int64_t const symbol = symbols[i], n = -1 - symbol;
+      TORCH_CHECK(0 <= at[i] && at[i] < static_cast<int64_t>(words.size()) &&
+                      n < static_cast<int64_t>(of_memory.size()),
+                  "a program links word ", at[i], " to symbol ", symbol, ", beyond its end");
+      if (n < 0 &&
+          (symbol >= static_cast<int64_t>(addresses.size()) || addresses[symbol] == kUnknown)) {
+        return false;
+      }
+      words[at[i]] += n < 0 ? addresses[symbol] : of_memory[n];
+    }
+    return true;
+  }
 
   // The results of a call. `tensors` are its inputs; an undefined one has no step that reads it.
   // waits: of a ring's earlier calls.

@@ -114,7 +114,7 @@ struct RingReplay {
         {op, key->from(layouts), inputs, plan, scale, deterministic, transport, stream});
     if (!started) return std::nullopt;
     call = std::move(started->call);
-    host().ring_calls.put(*key, call);
+    host().ring_calls.put(std::move(*key), call);
     return std::move(started->begun);
   }
 

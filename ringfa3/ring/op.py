@@ -27,7 +27,7 @@ from ringfa3.keywords import check_call, hides_positional
 from ringfa3.pass_interface import BegunCall
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.planning.graph_plan import GraphPlan
-from ringfa3.planning.handles import graph_handle
+from ringfa3.planning.handles import from_handle, graph_handle
 from ringfa3.quantisation.key_tiles import KEY_TILE
 from ringfa3.ring.graph_op import graph_ring_attention
 from ringfa3.ring.group import RingGroup
@@ -221,8 +221,9 @@ def _begin_first(
 
     inputs: of the schedule. layouts: theirs. stream: the current one, and its id.
     """
-    _thread.give(None)
-    context = ContextPlan.from_handle(plan)
+    if _thread.call is not None:
+        _thread.give(None)
+    context: ContextPlan = from_handle(plan)
     if not context.prepared or torch.is_inference_mode_enabled():
         return None
     settings = scale, deterministic, "native", transport
@@ -234,9 +235,12 @@ def _begin_first(
         _, _, q, k, v, _, lse, _ = cast(tuple[torch.Tensor, ...], inputs)
         call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
         of_schedule = settings[:3]
-    with _report_errors(call.plan):
+    try:
         on_stream = CurrentStream(k.device, stream, False, stream_id)
         begun = call.ring_pass().begin_prepared(k, of_schedule, layouts, on_stream)
+    except Exception:
+        with _report_errors(call.plan):
+            raise
     if begun is None:
         _thread.give(call, settings)
     return begun

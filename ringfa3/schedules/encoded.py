@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ringfa3.kernels.symbolic import Shape, Symbol
@@ -31,17 +30,17 @@ class Part(NamedTuple):
 class EncodedSchedule:
     """A schedule in words, which `link` makes a program; it can be pickled.
 
-    words      (n,) int64
-    at         (m,) numbers of words that are offsets from symbols
-    symbol_of  (m,) numbers of these symbols
+    words      of 64 bits
+    at         numbers of words that are offsets from symbols
+    symbol_of  numbers of these symbols
     parts, tables, held, waits
                as in `schedule.Schedule`
     spec       what a ring call needs of its transport, a `BufferSpec`
     """
 
-    words: npt.NDArray[np.int64]
-    at: npt.NDArray[np.intp]
-    symbol_of: npt.NDArray[np.intp]
+    words: array[int]
+    at: array[int]
+    symbol_of: array[int]
     symbols: tuple[Symbol, ...]
     parts: tuple[Part, ...]
     tables: tuple[TableRef, ...]
@@ -58,37 +57,25 @@ class EncodedSchedule:
 
     @cached_property
     def references(self) -> References:
-        """The addresses that `link` adds to words, by numbers that this process has given."""
-        numbers = np.array([symbol_number(x) for x in self.symbols], np.intp)
-        tables = [
-            self.symbol_of == self.symbols.index(("table", n)) for n in range(len(self.tables))
-        ]
-        other = ~np.logical_or.reduce([np.zeros(len(self.at), bool), *tables])
-        of_words = numbers[self.symbol_of[other]]
+        """The symbols of words, by numbers that this process has given."""
+        first = -1 - len(self.parts)
+        numbers = [first - x[1] if x[0] == "table" else symbol_number(x) for x in self.symbols]
         return References(
-            self.at[other],
-            of_words,
-            frozenset(of_words.tolist()),
+            array("q", [numbers[x] for x in self.symbol_of]),
             frozenset(symbol_number(x) for x in self.symbols if x[0] == "entry"),
-            [self.at[x] for x in tables],
         )
 
 
 class References(NamedTuple):
-    """Words of a schedule that are offsets from symbols.
+    """What words of a schedule are offsets from.
 
-    at       their numbers, but for tables
-    numbers  of the symbols, as by `symbol_number`
-    used     the same numbers
-    kernels  those of entry points
-    tables   for each table the numbers of its words
+    numbers  for each of these words its symbol, as by `symbol_number`; for a table -1 - n: the
+             program's memory n, where tables come after parts
+    kernels  numbers of entry points
     """
 
-    at: npt.NDArray[np.intp]
-    numbers: npt.NDArray[np.intp]
-    used: frozenset[int]
+    numbers: array[int]
     kernels: frozenset[int]
-    tables: list[npt.NDArray[np.intp]]
 
 
 _numbers: dict[Symbol, int] = {}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ringfa3.kernels import dispatch, forward
@@ -18,7 +17,7 @@ from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import ALIGNMENT, Gpu, ScheduleError
 from ringfa3.pass_interface import HostCode
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.schedules.encoded import EncodedSchedule, Part, References, numbered_symbol
+from ringfa3.schedules.encoded import EncodedSchedule, Part, numbered_symbol
 from ringfa3.schedules.schedule import DTYPES, Inputs, build
 
 _built = 0
@@ -150,43 +149,39 @@ def schedules_built() -> int:
 class Addresses:
     """Addresses of symbols in this process, each looked up once, for calls of one stream.
 
-    resolve  the address of a symbol, by its type, from what follows the type
+    resolve     the address of a symbol, by its type, from what follows the type
+    of_numbers  by the number of a symbol; UNKNOWN before its look-up
     """
 
     def __init__(self, resolve: Resolvers, tensor_of: Callable[[Part], torch.Tensor]) -> None:
         """tensor_of: memory of a symbol."""
         self._resolve, self.tensor_of = resolve, tensor_of
-        self._known: set[int] = set()
         self._lock = threading.Lock()
-        self._of_numbers = np.zeros(0, np.int64)
+        self.of_numbers = array("q")
 
     @classmethod
     def of_one_gpu(cls, stream: CurrentStream) -> Addresses:
         """A call on one GPU has kernels and a work counter."""
         return cls(kernel_resolvers(stream), _no_memory)
 
-    def of(self, references: References) -> npt.NDArray[np.int64]:
-        """The addresses to add to words, but for tables.
+    def look_up(self, numbers: Iterable[int]) -> None:
+        """Adds the addresses of symbols that have none; negative numbers are no symbols.
 
         Raises BuildError, OSError: a kernel cannot be built or loaded.
         """
-        if not references.used <= self._known:
-            with self._lock:
-                for number in references.used - self._known:
-                    self._add(number)
-        return self._of_numbers[references.numbers]
-
-    def _add(self, number: int) -> None:
-        name, *rest = numbered_symbol(number)
-        address = self._resolve[name](*rest)
-        if number >= len(self._of_numbers):
-            self._of_numbers = np.resize(self._of_numbers, 2 * number + 1)
-        self._of_numbers[number] = _signed(address)
-        self._known.add(number)
-        if name == "entry":
-            _loaded.add(number)
+        with self._lock:
+            known = self.of_numbers
+            for number in {x for x in numbers if x >= 0}:
+                known.extend([UNKNOWN] * (number + 1 - len(known)))
+                if known[number] != UNKNOWN:
+                    continue
+                name, *rest = numbered_symbol(number)
+                known[number] = _signed(self._resolve[name](*rest))
+                if name == "entry":
+                    _loaded.add(number)
 
 
+UNKNOWN = -(1 << 63)  # no address of memory; kUnknown of csrc/host/program.h
 _loaded: set[int] = set()  # symbols of kernels
 
 
@@ -215,14 +210,15 @@ def link(
 
     Raises BuildError, OSError: a kernel cannot be built or loaded.
     """
-    references = schedule.references
-    words = schedule.words.copy()
-    words[references.at] += addresses.of(references)
-    memory = [addresses.tensor_of(part) for part in schedule.parts]
-    for table, at in zip(schedule.tables, references.tables, strict=True):
-        memory.append(table.copy.on(stream).memory)
-        words[at] += memory[-1].data_ptr()
-    return library.program(words, tuple(memory), schedule.held)
+    parts = map(addresses.tensor_of, schedule.parts)
+    memory = *parts, *[table.copy.on(stream).memory for table in schedule.tables]
+    numbers = schedule.references.numbers
+    given = schedule.words, schedule.at, numbers, addresses.of_numbers, memory, schedule.held
+    made = library.program(*given)
+    if made is None:
+        addresses.look_up(numbers)
+        made = library.program(*given)
+    return made
 
 
 def _signed(address: int) -> int:

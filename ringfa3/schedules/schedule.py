@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 
 from ringfa3.kernels.symbolic import (
@@ -117,9 +116,9 @@ class Schedule(NamedTuple):
         for output in self.outputs:
             words.add(*output.words())
         return EncodedSchedule(
-            np.array(words.values, np.int64),
-            np.array(words.at, np.intp),
-            np.array(words.symbol_of, np.intp),
+            words.values,
+            words.at,
+            words.symbol_of,
             tuple(self.symbols),
             tuple(self.parts),
             tuple(self.tables),

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import textwrap
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-
-import numpy as np
 
 from ringfa3.kernels import backward, forward, local_kv
 from ringfa3.kernels.launch import pointer_offsets
@@ -43,12 +42,12 @@ class Words:
     def __init__(self, symbols: dict[Symbol, int]) -> None:
         """symbols: by number; new ones are added."""
         self.symbols = symbols
-        self.values: list[int] = []
-        self.at: list[int] = []  # words that are offsets
-        self.symbol_of: list[int] = []  # of each of these
+        self.values = array("q")
+        self.at = array("q")  # words that are offsets
+        self.symbol_of = array("q")  # of each of these
 
     def add(self, *values: int) -> None:
-        self.values += values
+        self.values.extend(values)
 
     def add_values(self, values: Sequence[int]) -> None:
         """Adds numbers and symbolic addresses. Every number is below all symbolic addresses."""
@@ -63,7 +62,7 @@ class Words:
         """Adds bytes after their count; those at some places are addresses of symbols."""
         self.values.append(len(data))
         first = len(self.values)
-        self.values += np.frombuffer(data + bytes(-len(data) % POINTER), np.int64).tolist()
+        self.values.frombytes(data + bytes(-len(data) % POINTER))
         for at, (number, offset) in addresses:
             word = first + at // POINTER
             self.values[word] = offset

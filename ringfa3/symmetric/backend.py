@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.schedules.encoded import Part
+from ringfa3.schedules.encoded import Part, Wait
 from ringfa3.schedules.link import Addresses, Resolvers, kernel_resolvers
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.cuda_driver import entry_address
@@ -92,12 +92,12 @@ class Group(Protocol):
 class DriverCalls(NamedTuple):
     """Operations as calls of the driver.
 
-    waits  for each stream, in order: the names of its waits for signals, and the operations that
-           write their numbers to the stream's counter
+    waits  for each stream, in order: its waits for signals, and the operations that write their
+           numbers to the stream's counter
     """
 
     calls: list[cuda_driver.Call]
-    waits: list[tuple[Stream, list[str], list[cuda_driver.MemoryOp]]]
+    waits: list[tuple[Stream, list[Wait], list[cuda_driver.MemoryOp]]]
 
 
 class _EagerDriver:
@@ -125,16 +125,17 @@ class _EagerDriver:
         backend, signals = self._backend, self._backend.signals
         made: list[cuda_driver.MemoryOp] = []
         counts: list[int] = []
-        names: list[str] = []
+        waits: list[Wait] = []
         for operation in operations:
             if isinstance(operation, SetSignal):
                 made.append(cuda_driver.write(signals.address(operation.signal), 1))
             elif isinstance(operation, WaitAndReset):
                 address = signals.address(operation.signal)
                 wait = cuda_driver.wait(address, 1), cuda_driver.write(address, 0)
-                names.append(f"{operation.what} rank {backend.ranks[operation.signal.sender]}")
+                waits.append((operation.what, operation.signal.sender))
                 if backend.captured:
-                    made.extend((backend.replays.awaiting(stream, names[-1]), *wait))
+                    name = backend.described(waits[-1])
+                    made.extend((backend.replays.awaiting(stream, name), *wait))
                 else:
                     made.extend((*wait, cuda_driver.write(signals.counter(stream), 0)))
                     counts.append(len(made) - 1)
@@ -142,12 +143,12 @@ class _EagerDriver:
                 made.append(cuda_driver.write(backend.arrival(operation.event), 1))
             elif isinstance(operation, ResetArrivals):
                 made.extend(cuda_driver.write(backend.arrival(e), 0) for e in operation.events)
-        if backend.captured and names:
+        if backend.captured and waits:
             made.extend(backend.replays.passed_ops(stream))
         call, read = cuda_driver.batch_memory_ops(backend.handle(stream), made)
         self._add(call)
         if counts:
-            self.prepared.waits.append((stream, names, [read[i] for i in counts]))
+            self.prepared.waits.append((stream, waits, [read[i] for i in counts]))
 
     def _add(self, call: cuda_driver.Call) -> None:
         self.prepared.calls.append(call)
@@ -169,8 +170,9 @@ class SymmetricBackend:
         self.calls = 0
         self.call_cache: CallCache = weakref.WeakKeyDictionary()
         self._call_caches: dict[torch.cuda.Stream, CallCache] = {}  # by compute stream
-        self._cache_version = 0  # changes whenever `_call_caches` is emptied
-        self._compute: torch.cuda.Stream | None = None  # of the last call that was not captured
+        self.cache_version = 0  # changes whenever `_call_caches` is emptied
+        self.last_compute: torch.cuda.Stream | None = None  # of the last call that was not captured
+        self._stream_id: int | None = None  # its driver's id, if the C++ launcher has looked it up
         self.captured = False  # the call under way is
         self.joins = False  # calls fork and join: some have been captured
         self._graphs: list[CallCache] = []  # of captured calls: graphs have their addresses
@@ -185,21 +187,25 @@ class SymmetricBackend:
         self._addresses: dict[object, Addresses] = {}  # by compute stream and parity
         self.arrivals = torch.zeros(group.world, dtype=torch.int32, device=device)
         self.row_bytes: Mapping[Buffer, int] = {}
-        self._watchdog = Watchdog(
-            lambda: timeout_s, self.signals.reached, group.peer_failure, lost, self.signals.set_all
-        )
+        reached, release = self.signals.reached, self.signals.set_all
+        given = group.peer_failure, lost, release, self.described
+        self._watchdog = Watchdog(lambda: timeout_s, reached, *given)
         self.replays = ReplayWaits(self.signals)
 
-    def begin(self, spec: BufferSpec) -> int:
+    def begin(self, spec: BufferSpec, stream: CurrentStream | None = None) -> int:
         """As `Backend.begin`. A captured call has the same parity in all replays."""
-        cuda_driver.issue(self._enter)
         self.row_bytes = spec.row_bytes
-        self.captured = torch.cuda.is_current_stream_capturing()
+        again = stream is not None and stream.id == self._stream_id
+        compute = self.last_compute if again else None
+        if compute is None:
+            cuda_driver.issue(self._enter)
+            compute = torch.cuda.current_stream(self.device)
+            self._stream_id = None if stream is None else stream.id
+        self.captured = stream is None and torch.cuda.is_current_stream_capturing()
         if not self.memory.holds(spec.slot_bytes):
             self._clear_call_caches()
             self.call_cache = {}  # their tensors view the old memory
             self.memory.reserve(spec.slot_bytes)
-        compute = torch.cuda.current_stream(self.device)
         if self.captured:
             if not self.joins:
                 self._start_fork_join()
@@ -207,10 +213,12 @@ class SymmetricBackend:
             self.call_cache = {}
             self._graphs.append(self.call_cache)
         else:
-            if self._compute not in (None, compute):
-                compute.wait_stream(self._compute)  # the schedule knows one compute stream
-            self._compute = compute
-            self.call_cache = self._call_caches.setdefault(compute, weakref.WeakKeyDictionary())
+            if self.last_compute not in (None, compute):
+                compute.wait_stream(self.last_compute)  # the schedule knows one compute stream
+            self.last_compute = compute
+            if compute not in self._call_caches:
+                self._call_caches[compute] = weakref.WeakKeyDictionary()
+            self.call_cache = self._call_caches[compute]
         self._streams[Stream.COMPUTE] = compute
         self.calls += 1
         return (self.calls - 1) % 2
@@ -218,7 +226,7 @@ class SymmetricBackend:
     def _clear_call_caches(self) -> None:
         self._call_caches.clear()
         self._addresses.clear()
-        self._cache_version += 1
+        self.cache_version += 1
 
     def _start_fork_join(self) -> None:
         """Before the first captured call: waits until earlier calls have ended.
@@ -272,11 +280,13 @@ class SymmetricBackend:
         return self.memory.address(rows.rank, rows.buffer, rows.slot) + begin
 
     def addresses(self, stream: CurrentStream, parity: int) -> Addresses:
-        """As `Linker.addresses`."""
+        """As `Beginner.addresses`."""
         key = self._streams[Stream.COMPUTE], stream.id, parity
-        if key not in self._addresses:
-            self._addresses[key] = Addresses(self._resolvers(stream, parity), self._tensor_of)
-        return self._addresses[key]
+        found = self._addresses.get(key)
+        if found is None:
+            found = Addresses(self._resolvers(stream, parity), self._tensor_of)
+            self._addresses[key] = found
+        return found
 
     def _resolvers(self, stream: CurrentStream, parity: int) -> Resolvers:
         def slot(rank: int, buffer: Buffer, number: int | None) -> int:
@@ -303,11 +313,11 @@ class SymmetricBackend:
         return memory.as_strided(part.shape, part.stride, memory.storage_offset() + part.offset)
 
     def issue(self, prepared: DriverCalls) -> None:
-        for stream, names, counts in prepared.waits:
+        for stream, waits, counts in prepared.waits:
             for i, count in enumerate(counts, self._waits[stream] + 1):
                 count.value = i & MASK
-            self._waits[stream] += len(names)
-            self._watchdog.post(stream, names, self.group.call)
+            self._waits[stream] += len(waits)
+            self._watchdog.post(stream, waits, self.group.call)
         cuda_driver.issue(prepared.calls)
 
     def replay(self, program: RingProgram, inputs: Inputs, stream: CurrentStream) -> Tensors:
@@ -316,37 +326,30 @@ class SymmetricBackend:
         return program.run(inputs, stream, waits)
 
     def begun(self, program: RingProgram) -> Begun:
-        """As `Backend.begun`: counts waits that are about to be issued, and names them to the
+        """As `Backend.begun`: counts waits that are about to be issued, and passes them to the
         watchdog."""
-        waits, call = tuple(self._waits.values()), self.group.call
-        for stream, number, names in program.posts:
-            self._waits[stream] += number
-            self._watchdog.post(stream, names, call)
-        return program.held, waits
+        before, call = tuple(self._waits.values()), self.group.call
+        for stream, waits in program.waits:
+            self._waits[stream] += len(waits)
+            self._watchdog.post(stream, waits, call)
+        return program.held, before
 
-    def replayable(self, link: Callable[[int], RingProgram]) -> ReplayableCall:
-        agreed = self.group.agreement_snapshot()
-        return ReplayableCall(self, agreed, self._compute, self._cache_version, link)
+    def described(self, wait: Wait) -> str:
+        what, sender = wait
+        return f"{what} rank {self.ranks[sender]}"
 
     def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> Begun | None:
         """As `ReplayableCall.begin`."""
-        if self._cache_version != call.cache_version or self._compute != call.stream:
+        if self.cache_version != call.cache_version or self.last_compute != call.compute:
             return None
-        if self._compute is not None:  # a captured call may have had another one since
-            self._streams[Stream.COMPUTE] = self._compute
-        parity = self.calls % 2
-        program = call.programs[parity] or call.program(parity)
+        if self.last_compute is not None:  # a captured call may have had another one since
+            self._streams[Stream.COMPUTE] = self.last_compute
+        program = call.program(self.calls % 2)
         if not self.group.begin_again(call.agreed, lse):
             return None
         self.captured = False
         self.calls += 1
         return self.begun(program)
-
-    def returned(self, lse: torch.Tensor) -> None:
-        self.group.returned(lse)
-
-    def report_failure(self, error: Exception) -> None:
-        self.group.report_failure(error)
 
     def serve(self) -> None:
         """After the self-test: a peer that does not answer in time loses the group."""

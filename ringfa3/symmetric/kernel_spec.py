@@ -89,6 +89,7 @@ class KernelSpec:
         """
         if len(set(plan.hosts)) > 1 or budget_error(plan):
             return
+        _ = plan.digest  # which travels along, as `BufferSpec.slot_bytes`: first calls agree on it
         q, k, v, out, dout = self._tensors(plan)
         if not q.numel() or not k.numel():
             return

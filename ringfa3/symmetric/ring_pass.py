@@ -24,12 +24,12 @@ from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.schedules.encoded import EncodedSchedule
 from ringfa3.schedules.link import Signature, kernels_loaded, schedule_of, signature_of
-from ringfa3.schedules.program_cache import MAX_PROGRAMS, ProgramCache
+from ringfa3.schedules.program_cache import ProgramCache
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
+    Beginner,
     Begun,
     Inputs,
-    Linker,
     ReplayableCall,
     RingProgram,
     ScheduleBackend,
@@ -72,7 +72,7 @@ class Memory(Protocol):
         """
 
 
-class Backend(Memory, Linker, Protocol):
+class Backend(Memory, Beginner, Protocol):
     """What a pass needs of one rank's streams and of the group's memory.
 
     call_cache  of the calls that run on the same stream as the one under way; emptied when the
@@ -83,8 +83,11 @@ class Backend(Memory, Linker, Protocol):
     call_cache: CallCache
     joins: bool
 
-    def begin(self, spec: BufferSpec) -> int:
-        """Begins a call, the same on all ranks, and returns its parity: its number modulo 2."""
+    def begin(self, spec: BufferSpec, stream: CurrentStream | None = None) -> int:
+        """Begins a call, the same on all ranks, and returns its parity: its number modulo 2.
+
+        stream: the current one, if the C++ launcher has looked it up. No graph captures it.
+        """
 
     def issue(self, prepared: Any) -> None:
         """Puts prepared operations into their streams."""
@@ -98,9 +101,6 @@ class Backend(Memory, Linker, Protocol):
 
     def begun(self, program: RingProgram) -> Begun:
         """For the C++ launcher to issue the call under way."""
-
-    def replayable(self, link: Callable[[int], RingProgram]) -> ReplayableCall:
-        """For the C++ launcher to start calls like the one under way. link: by parity."""
 
 
 class Step(NamedTuple):
@@ -125,11 +125,10 @@ class PreparedSteps(NamedTuple):
 
 
 class CachedCalls(NamedTuple):
-    """The calls of one plan: prepared steps, programs, and calls that start in C++."""
+    """The calls of one plan: prepared steps, and calls that start in C++."""
 
     steps: dict[object, PreparedSteps]
-    programs: ProgramCache[RingProgram]
-    replayable: dict[Hashable, ReplayableCall]
+    programs: ProgramCache[ReplayableCall]
 
 
 CallCache: TypeAlias = MutableMapping[Plan, CachedCalls]
@@ -173,14 +172,14 @@ class SymmetricRingPass:
             specs[key] = BufferSpec(self._plan, self._pass_type, k)
         return specs[key]
 
-    def _begin(self, spec: BufferSpec) -> int:
-        """Begins the call. Returns its parity."""
-        self._spec, hops = spec, self._plan.hops
-        self._parity = parity = self._backend.begin(spec)
-        known = self._backend.call_cache.get(hops)
+    def _begin(self, spec: BufferSpec, stream: CurrentStream | None = None) -> int:
+        """Begins the call, as `Backend.begin`. Returns its parity."""
+        backend, hops = self._backend, self._plan.hops
+        self._spec = spec
+        self._parity = parity = backend.begin(spec, stream)
+        known = backend.call_cache.get(hops)
         if known is None:
-            known = CachedCalls({}, ProgramCache(), {})
-            known = self._backend.call_cache.setdefault(hops, known)
+            known = backend.call_cache.setdefault(hops, CachedCalls({}, ProgramCache()))
         self._known = known
         return parity
 
@@ -198,12 +197,12 @@ class SymmetricRingPass:
             signature,
             lambda: schedule_of(self._plan, signature, inputs, code, not self._backend.joins),
         )
-        link = self._linker(library, signature, schedule, stream)
-        program = link(parity)
-        if program.held is None:
+        if schedule is None:
             return None
+        call = self._replayable(library, signature, schedule, stream)
+        program = call.program(parity)
         if library.ring_wanted():
-            library.keep_ring(self._replayable((signature, stream.id), link))
+            library.keep_ring(call)
         return self._backend.replay(program, inputs, stream)
 
     def begin_prepared(
@@ -215,25 +214,19 @@ class SymmetricRingPass:
         schedule = self._plan.prepared.get(signature)
         if schedule is None or backend.joins or not kernels_loaded(schedule):
             return None
-        parity = self._begin(schedule.spec)
-        link = self._linker(library, signature, schedule, stream)
-        return self._replayable((signature, stream.id), link), backend.begun(link(parity))
+        parity = self._begin(schedule.spec, stream)
+        call = self._replayable(library, signature, schedule, stream)
+        return call, backend.begun(call.program(parity))
 
-    def _linker(
-        self, library: Any, signature: Signature, found: EncodedSchedule | None, on: CurrentStream
-    ) -> Callable[[int], RingProgram]:
-        """The program of a parity. It holds no plan, which would never die."""
-        programs = self._known.programs
-        linked = partial(RingProgram.of, library, found, on, self._backend)
-        return lambda parity: programs.get((signature, on.id, parity), lambda: linked(parity))
-
-    def _replayable(self, key: Hashable, link: Callable[[int], RingProgram]) -> ReplayableCall:
-        """As the call under way."""
-        known = self._known.replayable
-        if key not in known and len(known) >= MAX_PROGRAMS:
-            known.clear()
-        known[key] = self._backend.replayable(link)
-        return known[key]
+    def _replayable(
+        self, library: Any, signature: Signature, schedule: EncodedSchedule, on: CurrentStream
+    ) -> ReplayableCall:
+        """Calls like the one under way, which begin with its agreement from now on."""
+        backend, key = self._backend, (signature, on.id)
+        given = backend, library, schedule, on
+        made = self._known.programs.get(key, lambda: ReplayableCall(*given))
+        made.agreed = backend.group.agreement_snapshot()
+        return made
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; publishes k and v."""

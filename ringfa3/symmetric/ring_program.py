@@ -39,7 +39,6 @@ from ringfa3.symmetric.stream_ops import (
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Inputs: TypeAlias = tuple[torch.Tensor | None, ...]
-Posts: TypeAlias = Sequence[tuple[int, int, Sequence[str]]]  # stream, how many waits, their names
 
 
 class Driver(Protocol):
@@ -244,57 +243,17 @@ class ScheduleBackend:
         return Prepared(tuple(operations), in_kernel, self._driver)
 
 
-class Linker(Protocol):
-    """The process that runs programs, on a stream: a backend."""
-
-    ranks: list[int]
-
-    def addresses(self, stream: CurrentStream, parity: int) -> Addresses:
-        """Of the symbols of calls of a parity on a stream."""
-
-
-class WaitNames(Sequence[str]):
-    """Names of a stream's waits, for messages."""
-
-    def __init__(self, ranks: Sequence[int], waits: Sequence[Wait]) -> None:
-        """ranks: of the job, by rank of the group."""
-        self._ranks, self._waits = ranks, waits
-
-    def __len__(self) -> int:
-        return len(self._waits)
-
-    def __getitem__(self, number: Any) -> Any:
-        what, sender = self._waits[number]
-        return f"{what} rank {self._ranks[sender]}"
-
-
 class RingProgram(NamedTuple):
     """A program of the C++ launcher.
 
     library  that made it
-    held     by which the library knows it; None if Python runs all such calls
-    posts    its waits, for each stream, as the watchdog gets them
+    held     by which the library knows it
+    waits    for signals, for each stream, in order
     """
 
     library: Any
-    held: object | None
-    posts: Posts
-
-    @classmethod
-    def of(
-        cls,
-        library: Any,
-        schedule: EncodedSchedule | None,
-        stream: CurrentStream,
-        linker: Linker,
-        parity: int,
-    ) -> RingProgram:
-        """The program of a call with this schedule and parity; None: no schedule describes it."""
-        if schedule is None:
-            return cls(library, None, ())
-        posts = [(on, len(x), WaitNames(linker.ranks, x)) for on, x in schedule.waits]
-        held = link(library, schedule, stream, linker.addresses(stream, parity))
-        return cls(library, held, posts)
+    held: object
+    waits: Sequence[tuple[int, Sequence[Wait]]]
 
     def run(self, inputs: Inputs, stream: CurrentStream, waits: Sequence[int]) -> Tensors:
         """The results of a call on a stream, the current one. waits: of earlier calls, by stream.
@@ -310,16 +269,22 @@ class RingProgram(NamedTuple):
 
 
 class Beginner(Protocol):
-    """What begins and ends calls of a rank: a backend."""
+    """What links and begins calls of a rank: a backend.
+
+    group          to which it reports how calls end
+    last_compute   the compute stream of the latest call that no graph captured
+    cache_version  changes whenever programs are out of date
+    """
+
+    group: Any
+    last_compute: Any
+    cache_version: int
+
+    def addresses(self, stream: CurrentStream, parity: int) -> Addresses:
+        """Of the symbols of calls of a parity on a stream."""
 
     def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> Begun | None:
         """As `ReplayableCall.begin`."""
-
-    def returned(self, lse: torch.Tensor) -> None:
-        """The forward call under way returns this LSE."""
-
-    def report_failure(self, error: Exception) -> None:
-        """Tells the other ranks that an error ends the call under way."""
 
 
 Begun: TypeAlias = tuple[object, tuple[int, ...]]  # of a program; waits of earlier calls, by stream
@@ -329,35 +294,42 @@ class ReplayableCall:
     """A call that the host library replays whenever its arguments come again.
 
     agreed         of the group, by which it begins again
-    stream         the compute stream
+    compute        the compute stream
     cache_version  of the backend's call cache
-    programs       by parity, once linked
+
+    It holds no plan, which would never die.
     """
+
+    agreed: Any
 
     def __init__(
         self,
         backend: Beginner,
-        agreed: Any,
-        stream: object,
-        cache_version: int,
-        link: Callable[[int], RingProgram],
+        library: Any,
+        schedule: EncodedSchedule,
+        stream: CurrentStream,
     ) -> None:
-        """link: the program of a parity."""
-        self._backend, self.agreed = backend, agreed
-        self.stream, self.cache_version = stream, cache_version
-        self._link = link
-        self.programs: list[RingProgram | None] = [None, None]
+        self._backend, self._library = backend, library
+        self._schedule, self._stream = schedule, stream
+        self.compute, self.cache_version = backend.last_compute, backend.cache_version
+        self._programs: list[RingProgram | None] = [None, None]  # by parity
 
     def program(self, parity: int) -> RingProgram:
-        """Links the program of a parity, at its first call.
+        """The program of a parity, which its first call links.
 
         Raises what `link` raises, after it has told the other ranks.
         """
+        return self._programs[parity] or self._link(parity)
+
+    def _link(self, parity: int) -> RingProgram:
+        library, schedule = self._library, self._schedule
         try:
-            self.programs[parity] = made = self._link(parity)
+            addresses = self._backend.addresses(self._stream, parity)
+            held = link(library, schedule, self._stream, addresses)
         except Exception as error:
-            self._backend.report_failure(error)
+            self._backend.group.report_failure(error)
             raise
+        self._programs[parity] = made = RingProgram(library, held, schedule.waits)
         return made
 
     def begin(self, lse: torch.Tensor | None) -> Begun | None:
@@ -369,14 +341,15 @@ class ReplayableCall:
 
     def returned(self, lse: torch.Tensor) -> None:
         """The forward call under way returns this LSE."""
-        self._backend.returned(lse)
+        self._backend.group.returned(lse)
 
     def refused(self, name: str, status: int) -> NoReturn:
         """The driver has refused a call of the program: tells the other ranks and raises."""
         error = cuda_driver.error(name, status)
-        self._backend.report_failure(error)
+        self._backend.group.report_failure(error)
         raise error
 
     def failed(self, memory: bool, text: str) -> None:
         """The program has failed, for lack of memory or otherwise: tells the other ranks."""
-        self._backend.report_failure((torch.OutOfMemoryError if memory else RuntimeError)(text))
+        error_type = torch.OutOfMemoryError if memory else RuntimeError
+        self._backend.group.report_failure(error_type(text))

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ringfa3.errors import gave_up, timed_out
 from ringfa3.threads import JOIN_S
@@ -26,6 +27,7 @@ class Watchdog(threading.Thread):
     timeout_s     in seconds; called at each poll, since users change a group's timeout
     reached       reached(stream, n): whether n waits of the stream are over
     peer_failure  message of another rank that has given up, or None
+    describe      describe(wait): its name in messages
     """
 
     def __init__(
@@ -35,22 +37,23 @@ class Watchdog(threading.Thread):
         peer_failure: Callable[[], str | None],
         lost: Callable[[str], None],
         release: Callable[[], None],
+        describe: Callable[[Any], str] = str,
     ) -> None:
         super().__init__(daemon=True, name="ringfa3-watchdog")
         self.timeout_s, self.lost = timeout_s, lost
         self._reached, self._peer_failure, self._release = reached, peer_failure, release
-        self._posted = threading.Event()
+        self._describe, self._posted = describe, threading.Event()
         self._poll: Callable[[], tuple[bool, Sequence[str]]] | None = None
         self._streams: dict[Hashable, _Waits] = {}
         self._given_up = self._ended = False
         self.start()
 
-    def post(self, stream: Hashable, names: Sequence[str], call: int = 0) -> None:
-        """The stream's next waits, one after the other; `names` is not empty. call: its number."""
+    def post(self, stream: Hashable, more: Sequence[object], call: int = 0) -> None:
+        """The stream's next waits, one after the other, at least one. call: its number."""
         waits = self._streams.get(stream)
         if waits is None:
             waits = self._streams[stream] = _Waits()
-        waits.ahead.append((call, names))
+        waits.ahead.append((call, more))
         if not self._posted.is_set():
             self._posted.set()
 
@@ -92,7 +95,8 @@ class Watchdog(threading.Thread):
             time.sleep(POLL_S)
             streams = list(self._streams.items())
             passed = [self._drop_passed(stream, waits) for stream, waits in streams]
-            names = [waits.ahead[0][1][waits.at] for _, waits in streams if waits.ahead]
+            ahead = [waits.ahead[0][1][waits.at] for _, waits in streams if waits.ahead]
+            names = [self._describe(wait) for wait in ahead]
             if self._poll is not None:
                 passed_in_graphs, awaited = self._poll()
                 passed.append(passed_in_graphs)
@@ -128,10 +132,10 @@ class Watchdog(threading.Thread):
 class _Waits:
     """The waits of one stream.
 
-    ahead   call and names of waits, as they were posted; the stream is at number `at` of the first
+    ahead   call and waits, as they were posted; the stream is at number `at` of the first
     passed  how many waits are over
     """
 
-    ahead: deque[tuple[int, Sequence[str]]] = field(default_factory=deque)
+    ahead: deque[tuple[int, Sequence[object]]] = field(default_factory=deque)
     at: int = 0
     passed: int = 0

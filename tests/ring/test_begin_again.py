@@ -92,8 +92,8 @@ def test_a_call_does_not_begin_in_trouble(ranks: Ranks, trouble: str) -> None:
 @pytest.mark.parametrize("memory", [False, True])
 def test_a_failed_program_is_told_to_the_peers(memory: bool) -> None:
     backend = mock.Mock()
-    ReplayableCall(backend, None, None, 0, mock.Mock()).failed(memory, "a reason")
-    (error,) = backend.report_failure.call_args.args
+    ReplayableCall(backend, None, mock.Mock(), mock.Mock()).failed(memory, "a reason")
+    (error,) = backend.group.report_failure.call_args.args
     assert (type(error), str(error)) == (
         torch.OutOfMemoryError if memory else RuntimeError,
         "a reason",

@@ -124,7 +124,7 @@ class SimulatedBackend:
         self.call_cache: CallCache = weakref.WeakKeyDictionary()
         self.arrivals = torch.ones(world.size, dtype=torch.int32)  # kernels run when all is here
 
-    def begin(self, spec: BufferSpec) -> int:
+    def begin(self, spec: BufferSpec, stream: object = None) -> int:
         kinds = {
             Buffer.DKV_OUT: "backward",
             Buffer.KV_GATHERED: "gathered",

@@ -8,12 +8,12 @@ import os
 import random
 import re
 import threading
+from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,12 +30,13 @@ from ringfa3.ring.group import RingGroup
 from ringfa3.ring.op import ring_attention
 from ringfa3.ring.prepare_call import PreparedCall, pass_type_of
 from ringfa3.schedules import host_code
-from ringfa3.schedules.encoded import References, symbol_number
-from ringfa3.symmetric import cuda_driver, self_test
+from ringfa3.schedules.encoded import symbol_number
+from ringfa3.schedules.link import Addresses
+from ringfa3.symmetric import cuda_driver, ring_program, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES, select_forward_mode
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
-from ringfa3.symmetric.ring_program import RingProgram
+from ringfa3.symmetric.ring_program import ReplayableCall
 from ringfa3.symmetric.self_test import open_backend
 from ringfa3.symmetric.stream_ops import BufferSpec, Stream
 from tests.support import ranks as processes
@@ -189,36 +190,37 @@ def test_calls_take_turns_with_the_two_slots() -> None:
     assert Ranks(2).run(_parities) == [[0, 1, 0, 1]] * 2
 
 
-def _compute_streams(ranks: Ranks, group: FakeGroup) -> list[int]:
+def _compute_streams(ranks: Ranks, linked: dict[int, list[int]], group: FakeGroup) -> list[int]:
     """For which a call is linked: at first, and when it begins again after a capture."""
+    backend: Any
     backend = SymmetricBackend(group, CPU, 1.0, group.failures.append)  # type: ignore[arg-type]
     spec = BufferSpec(laid_out([8], 2).plans[group.rank], "forward", torch.zeros(4, 1, 2))
-    number = symbol_number(("stream", Stream.COMPUTE))
-    references = References(
-        np.zeros(1, int), np.array([number]), frozenset([number]), frozenset(), []
-    )
-    found: list[int] = []
-
-    def link(parity: int) -> RingProgram:
-        stream = CurrentStream(CPU, handle=0, captured=False, id=7)
-        found.extend(backend.addresses(stream, parity).of(references).tolist())
-        return RingProgram(None, None, ())
-
     for captured in (False, True, False):
         with ranks.capture() if captured else nullcontext():
             parity = backend.begin(spec)
-    link(parity)
-    call = backend.replayable(link)
-    with ranks.capture():
-        backend.begin(spec)
+    schedule: Any = mock.Mock(waits=())
+    call = ReplayableCall(backend, None, schedule, CurrentStream(CPU, 0, False, 7))
+    call.agreed = backend.group.agreement_snapshot()
+    call.program(parity)
+    for _ in range(2):  # then the other parity begins
+        with ranks.capture():
+            backend.begin(spec)
     backend.begin_again(call, None)
-    return found
+    return linked[threading.get_ident()]
 
 
 def test_a_call_that_begins_again_is_linked_for_its_own_stream() -> None:
     """Its other parity. An earlier capture has made calls fork and join already."""
-    ranks = Ranks(2)
-    for first, *again in ranks.run(partial(_compute_streams, ranks)):  # type: ignore[misc]
+    ranks, linked = Ranks(2), defaultdict[int, list[int]](list)
+    number = symbol_number(("stream", Stream.COMPUTE))
+
+    def link(_: object, __: object, ___: object, addresses: Addresses) -> None:
+        addresses.look_up([number])
+        linked[threading.get_ident()].append(addresses.of_numbers[number])
+
+    with mock.patch.object(ring_program, "link", link):
+        found = ranks.run(partial(_compute_streams, ranks, linked))
+    for first, *again in found:  # type: ignore[misc]
         assert again == [first]
 
 

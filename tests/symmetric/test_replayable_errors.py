@@ -29,7 +29,7 @@ def test_a_program_that_lacks_memory_is_told_to_the_peers(
     library: Any = host._library
     buffer, view = [ALLOCATE, DTYPES[torch.float32], 1, 1 << 58], [4, 0, 1, 1 << 58, 1]
     words = [1, *buffer, 1, *view]  # of four inputs; the buffer is the result
-    program = library.program(array.array("q", words), (), ())
+    program = library.program(array.array("q", words), b"", b"", b"", (), ())
     told: list[tuple[bool, str]] = []
 
     class Failing:

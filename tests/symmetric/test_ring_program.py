@@ -21,12 +21,10 @@ from ringfa3.ring.op import run_backward, run_forward
 from ringfa3.ring.prepare_call import PreparedCall
 from ringfa3.schedules import program_cache
 from ringfa3.schedules.steps import STRUCTURES
-from ringfa3.symmetric import cuda_driver, self_test
+from ringfa3.symmetric import cuda_driver, ring_program, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
-from ringfa3.symmetric.ring_program import (
-    RingProgram,
-)
+from ringfa3.symmetric.ring_program import RingProgram
 from ringfa3.symmetric.self_test import open_backend
 from tests.support.fake_cuda import FakeGroup, Ranks
 from tests.support.fake_driver import Computations, Entry, LoggedCuda, in_terms
@@ -282,14 +280,14 @@ def test_programs_go_when_what_they_hold_changes(kernels: FakeKernels) -> None:
         assert len(rank.backend.call_cache) == known
 
     built: dict[int, int] = {}
-    make = RingProgram.of
+    link = ring_program.link
 
-    def counted(*given: Any) -> RingProgram:
+    def counted(*given: Any) -> Any:
         me = threading.get_ident()
         built[me] = built.get(me, 0) + 1
-        return make(*given)
+        return link(*given)
 
-    with replays() as counts, mock.patch.object(RingProgram, "of", counted):
+    with replays() as counts, mock.patch.object(ring_program, "link", counted):
         on_ranks(kernels, 2, work)
 
 
@@ -336,8 +334,8 @@ def test_programs_of_a_plan_are_bounded(kernels: FakeKernels) -> None:
                 made.append(len(rank.backend.call_cache[rank.plan.hops].programs))
         return made
 
-    with mock.patch.object(program_cache, "MAX_PROGRAMS", 5):
-        assert on_ranks(kernels, 2, work) == [[1, 2, 3, 4, 5, 1]] * 2
+    with mock.patch.object(program_cache, "MAX_PROGRAMS", 2):
+        assert on_ranks(kernels, 2, work) == [[1, 2, 1, 2, 1, 2]] * 2
 
 
 def test_inputs_that_no_program_serves_are_run_by_python(kernels: FakeKernels) -> None:

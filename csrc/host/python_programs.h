@@ -1,0 +1,117 @@
+// Programs as objects of Python, which links and runs them: functions of the module.
+#pragma once
+
+#include <Python.h>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <utility>
+
+#include "host/ops.h"
+
+namespace ringfa3::host {
+
+namespace py = pybind11;
+
+struct WithoutGil {
+  PyThreadState* const state = PyEval_SaveThread();
+  ~WithoutGil() { PyEval_RestoreThread(state); }
+};
+
+// A buffer of Python with numbers, for as long as this lives.
+struct Int64s {
+  Py_buffer view{};
+
+  Int64s() = default;
+  Int64s(Int64s const&) = delete;
+  ~Int64s() { PyBuffer_Release(&view); }  // does nothing without an object
+
+  at::IntArrayRef get() const {
+    return {static_cast<int64_t const*>(view.buf), static_cast<size_t>(view.len) / sizeof(int64_t)};
+  }
+};
+
+// The program in what `program` gives; null, and an error of Python, for another object.
+inline std::shared_ptr<Program const> held_program(PyObject* capsule) {
+  auto* const held =
+      static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
+  return held ? *held : nullptr;
+}
+
+// program(words, at, symbols, addresses, memory: tuple[torch.Tensor, ...], held: object), which
+// Python holds; None: a symbol has no address. See `Program::link`; the first four are buffers of
+// int64.
+inline PyObject* program(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  Int64s words, at, symbols, addresses;
+  PyObject *memory, *held;
+  if (!PyArg_ParseTuple(args, "y*y*y*y*O!O", &words.view, &at.view, &symbols.view, &addresses.view,
+                        &PyTuple_Type, &memory, &held)) {
+    return nullptr;
+  }
+  auto made = std::make_shared<Program>();
+  made->words.assign(words.get().begin(), words.get().end());
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(memory); ++i) {
+    made->memory.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(memory, i)));
+  }
+  if (!made->link(at.get(), symbols.get(), addresses.get())) Py_RETURN_NONE;
+  Py_INCREF(held);
+  made->held = std::shared_ptr<PyObject>(held, [](PyObject* object) {
+    py::gil_scoped_acquire const gil;
+    Py_DECREF(object);
+  });
+  auto* const kept = new std::shared_ptr<Program const>(std::move(made));
+  return PyCapsule_New(kept, nullptr, [](PyObject* capsule) {
+    delete static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
+  });
+  END_HANDLE_TH_ERRORS
+}
+
+// words(program) -> bytes
+inline PyObject* words_of(PyObject*, PyObject* capsule) {
+  auto const held = held_program(capsule);
+  if (!held) return nullptr;
+  auto const size = static_cast<Py_ssize_t>(held->words.size() * sizeof(int64_t));
+  return PyBytes_FromStringAndSize(reinterpret_cast<char const*>(held->words.data()), size);
+}
+
+// run(program, inputs: tuple[torch.Tensor | None, ...], stream: int, waits: tuple[int, int, int])
+// gives the outputs, or (name, status) of a call that the driver refuses.
+inline PyObject* run(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *capsule, *inputs;
+  unsigned long long stream, compute, kv, gradients;
+  if (!PyArg_ParseTuple(args, "OO!K(KKK)", &capsule, &PyTuple_Type, &inputs, &stream, &compute, &kv,
+                        &gradients)) {
+    return nullptr;
+  }
+  auto const program = held_program(capsule);
+  if (!program) return nullptr;
+  Tensors tensors;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
+    PyObject* const input = PyTuple_GET_ITEM(inputs, i);
+    tensors.push_back(input == Py_None ? Tensor() : THPVariable_Unpack(input));
+  }
+  if (!wanted) ++host().counts.replayed;  // else the call counts as one that asks for a program
+  Tensors results;
+  try {
+    WithoutGil const released;
+    at::AutoDispatchBelowADInplaceOrView const below;
+    results = program->run(std::move(tensors), {reinterpret_cast<void*>(stream), 0},
+                           {compute, kv, gradients});
+  } catch (Refused const& refused) {
+    return Py_BuildValue("(si)", refused.what(), refused.status);
+  }
+  py::tuple wrapped(results.size());
+  for (size_t i = 0; i < results.size(); ++i) {
+    wrapped[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(results[i])));
+  }
+  return wrapped.release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace ringfa3::host
