@@ -38,8 +38,9 @@ def forward_hops(
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of all hops. The sink counts at each row's last hop."""
-    kernel = select_forward(q, call.plan.hops)  # which `prepare_call` has built
-    hops = ring_pass.hops
+    hops = ring_pass.hops.clipped
+    plan = call.plan.hops.clipped if hops.clips else call.plan.hops
+    kernel = select_forward(q, plan)  # which `prepare_call` has built
     tilings = hops.forward(kernel.tile_m)
     out = q.new_empty(out_shape(q, v))
     once = hops.single_hop(kernel.tile_m)
@@ -78,9 +79,9 @@ def _backward_hops(
 ) -> BackwardPass:
     """The pass after all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
     dout, dlse, q, k, v, out, lse, sink = inputs
-    kernel = select_backward(q, call.precision)
+    hops = ring_pass.hops.of_backward(call.precision, deterministic)
+    kernel = select_backward(q, call.precision, hops.clips)
     ring_pass.start(k, _padded_v(v, k, call.plan.world))
-    hops = ring_pass.hops
     tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
     heads_of_calls = k.shape[1], ring_pass.first_heads
     backward = kernel.make_pass(

@@ -28,40 +28,52 @@ def keys_at(plans: list[ContextPlan], rank: int, hop: int) -> np.ndarray:
     return keys[owner.kv_exchange.published][: owner.kv_exchange.visible[owner.rank, hop, 1]]
 
 
-def coverage(plans: list[ContextPlan], mode: str, m: int, n: int) -> np.ndarray:
+def coverage(
+    plans: list[ContextPlan], mode: str, m: int, n: int, clipped: bool = False
+) -> np.ndarray:
     """How often each (query, key) is covered, over all ranks, hops and tiles."""
     count = np.zeros((plans[0].total_tokens, sum(plan.local_keys for plan in plans)), int)
     for plan in plans:
         queries = plan.token_index.numpy()
-        for hop, tiling in enumerate(tilings(plan.hops, mode, m, n)):
-            keys = keys_at(plans, plan.rank, hop)
+        hops = plan.hops.clipped if clipped else plan.hops
+        for hop, tiling in enumerate(tilings(hops, mode, m, n)):
+            keys, visited = keys_at(plans, plan.rank, hop), []
             for tile in tiling.tiles:
+                visited.append(0)
                 for _, rows, columns, allowed in rectangles(tiling, tile, mode):
+                    visited[-1] += int(allowed.any(0).sum())
                     count[np.ix_(queries[rows], keys[columns])] += allowed
+                    assert allowed.any() or not clipped, "a tile visits a span for nothing"
+            if mode == "forward":
+                assert tiling.visited_columns().tolist() == visited
     return count
 
 
-@pytest.mark.parametrize("mode", MODES)
+# (mode, whether spans are clipped): deterministic tilings have whole spans.
+FORMS = [*((mode, False) for mode in MODES), ("forward", True), ("backward", True)]
+
+
+@pytest.mark.parametrize(("mode", "clipped"), FORMS)
 @settings(max_examples=60)
 @given(union=unions(40), world=st.integers(1, 5), layout=layouts, m=tiles, n=tiles)
 def test_every_allowed_pair_is_covered_once_and_no_other(
-    mode: str, union: Union, world: int, layout: str, m: int, n: int
+    mode: str, clipped: bool, union: Union, world: int, layout: str, m: int, n: int
 ) -> None:
     """Reference: the mask, cell by cell, exactly."""
     plans = plans_of(union.mask(), world, layout)
-    np.testing.assert_array_equal(coverage(plans, mode, m, n), union.dense())
+    np.testing.assert_array_equal(coverage(plans, mode, m, n, clipped), union.dense())
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "clipped"), FORMS)
 @settings(max_examples=2000)
 @given(union=unions(40), world=st.integers(1, 5), layout=layouts, m=tiles, n=tiles)
 def test_pairs_of_many_unions(
-    mode: str, union: Union, world: int, layout: str, m: int, n: int
+    mode: str, clipped: bool, union: Union, world: int, layout: str, m: int, n: int
 ) -> None:
     """As above, of 2,000 masks."""
     plans = plans_of(union.mask(), world, layout)
-    np.testing.assert_array_equal(coverage(plans, mode, m, n), union.dense())
+    np.testing.assert_array_equal(coverage(plans, mode, m, n, clipped), union.dense())
 
 
 @settings(max_examples=60)
