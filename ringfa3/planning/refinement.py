@@ -27,7 +27,7 @@ from ringfa3.planning.tiling import Band, Plan
 
 LEAST_KEY_TILE = 64  # keys of the smallest backward tile of any kernel
 TILE = 128  # rows or keys, of the usual tile
-WORTH = 1.02  # refined tiles over merged ones from which spans are clipped; an estimate
+WORTH = 1.02  # spans are clipped if refined tiles are more than this times merged ones; an estimate
 
 
 def plan_mask(
@@ -55,12 +55,21 @@ def plan_mask(
         bands = _bands(spans, q.segments, k.segments)
     refined, exchange = plan_exchange(q, k, bands, rank, len(queries), grid, alignment)
     if grid == alignment == 1:  # 8 bits need keys on the grid of refined segments
-        refined.clipped = _clipped(mask, refined)
+        clipped = _clipped(mask, refined)
+        tiles, fewer = ([_tiles(x) for x in (y.queries, y.keys)] for y in (refined, clipped))
+        if any(x > WORTH * y for x, y in zip(tiles, fewer, strict=True)):
+            refined.clipped = clipped
     return refined, exchange
 
 
+def clip_launches(mask: Mask | None, hops: Plan, launches: Plan) -> None:
+    """Sets `launches.clipped`, of launches by messages, if the hops have clipped spans."""
+    if mask is not None and hops.clipped.clips:
+        launches.clipped = _clipped(mask, launches)
+
+
 def _clipped(mask: Mask, refined: Plan) -> Plan:
-    """The plan of the same tokens with clipped spans, or `refined` if its tiles are hardly more."""
+    """The plan of the same tokens with clipped spans."""
     q0, q1, k0, k1, lo, hi = mask.diagonal_spans.T
     begins = components(mask)
     ends = _padding_ends(np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo))
@@ -69,8 +78,6 @@ def _clipped(mask: Mask, refined: Plan) -> Plan:
         begins = np.concatenate(run_ends(k0, k1))
     ends = _padding_ends(np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi))
     k, hop = _merged(refined.keys, refined.key_hop, begins, ends)
-    if _tiles(refined.queries) <= WORTH * _tiles(q) and _tiles(refined.keys) <= WORTH * _tiles(k):
-        return refined
     return Plan(q, k, hop, _clipped_bands(mask.diagonal_spans, q, k), refined.num_hops)
 
 

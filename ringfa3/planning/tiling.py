@@ -149,7 +149,7 @@ class Plan:
 
     @property
     def clipped(self) -> Plan:
-        """The plan of the same tokens with clipped spans, if it has fewer tiles, else this one."""
+        """The plan of the same tokens with clipped spans, if they save tiles, else this one."""
         return self._clipped or self
 
     @clipped.setter

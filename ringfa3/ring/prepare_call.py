@@ -269,11 +269,11 @@ def _validate(
 def _build_kernels(
     q: torch.Tensor, plan: ContextPlan, direction: str, precision: str, deterministic: bool
 ) -> None:
-    """Builds missing kernels while no rank waits in a hop. Launches by messages clip no spans."""
+    """Builds missing kernels while no rank waits in a hop."""
     ordered = deterministic and direction == "backward"
     forms = {plan.hops.of_backward(precision, ordered)}
     if plan.world > 1:
-        forms.add(plan.hops)
+        forms.add(plan.hops)  # whose unit has the kernels of `select_local_kv`, too
     if precision != "native":
         select_quantised(q, precision)  # also what rounds in a backward
     for hops in forms if direction == "backward" or precision == "native" else ():

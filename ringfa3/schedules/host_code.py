@@ -38,9 +38,8 @@ def forward_hops(
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of all hops. The sink counts at each row's last hop."""
+    kernel = select_forward(q, call.plan.hops.clipped)  # which `prepare_call` has built
     hops = ring_pass.hops.clipped
-    plan = call.plan.hops.clipped if hops.clips else call.plan.hops
-    kernel = select_forward(q, plan)  # which `prepare_call` has built
     tilings = hops.forward(kernel.tile_m)
     out = q.new_empty(out_shape(q, v))
     once = hops.single_hop(kernel.tile_m)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ringfa3.masks.mask import Mask
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.planning.tile_schedule import Tiling
-from tests.planning.test_tiling import MODES, rectangles, tilings
+from tests.planning.test_tiling import FORMS, MODES, rectangles, tilings
 from tests.support.masks import Union, unions
 from tests.support.strategies import layouts, tiles
 
@@ -47,10 +47,6 @@ def coverage(
             if mode == "forward":
                 assert tiling.visited_columns().tolist() == visited
     return count
-
-
-# (mode, whether spans are clipped): deterministic tilings have whole spans.
-FORMS = [*((mode, False) for mode in MODES), ("forward", True), ("backward", True)]
 
 
 @pytest.mark.parametrize(("mode", "clipped"), FORMS)

@@ -14,6 +14,9 @@ from tests.support.dense import mask
 from tests.support.strategies import Case, cases, key_tokens, tiles, windows
 
 MODES = ("forward", "backward", "deterministic")
+WHOLE = tuple((mode, False) for mode in MODES)
+# (mode, whether spans are clipped): deterministic tilings have whole spans.
+FORMS = (*WHOLE, ("forward", True), ("backward", True))
 
 
 def tilings(plan: Plan, mode: str, m: int, n: int) -> list[Tiling]:
