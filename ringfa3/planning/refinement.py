@@ -55,21 +55,27 @@ def plan_mask(
         bands = _bands(spans, q.segments, k.segments)
     refined, exchange = plan_exchange(q, k, bands, rank, len(queries), grid, alignment)
     if grid == alignment == 1:  # 8 bits need keys on the grid of refined segments
-        clipped = _clipped(mask, refined)
-        tiles, fewer = ([_tiles(x) for x in (y.queries, y.keys)] for y in (refined, clipped))
-        if any(x > WORTH * y for x, y in zip(tiles, fewer, strict=True)):
-            refined.clipped = clipped
+        whole = _whole_segments(mask, refined)
+        pairs = (refined.queries, whole[0]), (refined.keys, whole[1])
+        if any(_tiles(x) > WORTH * _tiles(y) for x, y in pairs):
+            refined.clipped = _clipped(mask, refined, *whole)
     return refined, exchange
 
 
 def clip_launches(mask: Mask | None, hops: Plan, launches: Plan) -> None:
     """Sets `launches.clipped`, of launches by messages, if the hops have clipped spans."""
     if mask is not None and hops.clipped.clips:
-        launches.clipped = _clipped(mask, launches)
+        launches.clipped = _clipped(mask, launches, *_whole_segments(mask, launches))
 
 
-def _clipped(mask: Mask, refined: Plan) -> Plan:
-    """The plan of the same tokens with clipped spans."""
+def _clipped(mask: Mask, refined: Plan, q: Segments, k: Segments, hop: Ints) -> Plan:
+    """The plan of the same tokens with clipped spans, in segments of `_whole_segments`."""
+    return Plan(q, k, hop, _clipped_bands(mask.diagonal_spans, q, k), refined.num_hops)
+
+
+def _whole_segments(mask: Mask, refined: Plan) -> tuple[Segments, Segments, Ints]:
+    """The segments of queries and of keys, merged up to where components or padding begin, and the
+    hops of the keys."""
     q0, q1, k0, k1, lo, hi = mask.diagonal_spans.T
     begins = components(mask)
     ends = _padding_ends(np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo))
@@ -77,8 +83,7 @@ def _clipped(mask: Mask, refined: Plan) -> Plan:
     if mask.cross:
         begins = np.concatenate(run_ends(k0, k1))
     ends = _padding_ends(np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi))
-    k, hop = _merged(refined.keys, refined.key_hop, begins, ends)
-    return Plan(q, k, hop, _clipped_bands(mask.diagonal_spans, q, k), refined.num_hops)
+    return q, *_merged(refined.keys, refined.key_hop, begins, ends)
 
 
 def _padding_ends(begin: Ints, end: Ints) -> Ints:
@@ -88,7 +93,7 @@ def _padding_ends(begin: Ints, end: Ints) -> Ints:
 
 
 def _merged(segments: Segments, hop: Ints, *begins: Ints) -> tuple[Segments, Ints]:
-    """Segments of one hop merged where rows and tokens go on, but not at tokens of `begins`."""
+    """Segments of a hop merged where rows and tokens go on, but not at tokens of `begins`."""
     row, position, end = segments.row, segments.position, segments.position + segments.length
     joins = (row[1:] == row[:-1] + segments.length[:-1]) & (position[1:] == end[:-1])
     joins &= (hop[1:] == hop[:-1]) & ~np.isin(position[1:], np.concatenate(begins))

@@ -240,9 +240,8 @@ class Plan:
         base = np.cumsum(per_segment) - per_segment
         num_rows = int(per_segment.sum())  # tiles of one hop
         hop = self.key_hop[b.key]
-        first, count, cost, visits = _visits(
-            hop * num_rows + base[b.query], tile_m, b, self._rectangles(b), hops * num_rows
-        )
+        given = hop * num_rows + base[b.query], tile_m, b, self._rectangles(b), hops * num_rows
+        first, count, cost, visits = _visits(*given, share=False)
         hop = hop[visits]
         active = (count > 0).reshape(hops, num_rows)
         first_hop = active.argmax(axis=0)  # 0 for a fully masked tile: hop 0 stores it
@@ -278,7 +277,8 @@ class Plan:
         num_tiles = int(per_segment.sum())  # of all hops
         swapped = replace(b, lo=-b.hi, hi=-b.lo)
         rectangles = self._rectangles(b)[:, [2, 3, 0, 1]]
-        first, count, cost, visits = _visits(base[b.key], tile_n, swapped, rectangles, num_tiles)
+        given = base[b.key], tile_n, swapped, rectangles, num_tiles
+        first, count, cost, visits = _visits(*given, share=True)
         segment = np.repeat(np.arange(len(k)), per_segment)
         start = (np.arange(num_tiles) - base[segment]) * tile_n
         rows = np.minimum(tile_n, k.length[segment] - start)
@@ -311,7 +311,7 @@ def _earlier(hop: Ints, query: Ints, key: Ints, offset: Ints) -> npt.NDArray[np.
 
 
 def _visits(
-    base: Ints, size: int, bands: Band, rectangles: Ints, num_tiles: int
+    base: Ints, size: int, bands: Band, rectangles: Ints, num_tiles: int, share: bool
 ) -> tuple[Ints, Ints, Ints, Ints | slice]:
     """The spans that each tile of `size` rows visits, and the cost of the tile.
 
@@ -320,6 +320,7 @@ def _visits(
     Args:
         base: (spans,) number of the first tile of the span's segment.
         rectangles: (spans, 4) rows of that segment that are the span's, and columns.
+        share: whether neighbours that visit the same clipped spans share the visits.
 
     Returns:
         (num_tiles,) each: the first visit, the number of visits from there on, the columns visited.
@@ -340,8 +341,15 @@ def _visits(
     tile = base[span] + index
     cost = np.bincount(tile, visited, num_tiles).astype(np.int64)
     if bands.clip is not None:
-        count = np.bincount(tile, minlength=num_tiles)
-        return np.cumsum(count) - count, count, cost, span[np.argsort(tile, kind="stable")]
+        opens = np.full(num_tiles + 1, not share)
+        opens[base + begin] = opens[base + end] = True
+        run = np.cumsum(opens) - 1  # of tiles that visit the same spans
+        here = np.maximum(run[base + end] - run[base + begin], 0)
+        in_run = concat_ranges(run[base + begin], here)
+        count = np.bincount(in_run, minlength=num_tiles + 1)
+        visits = np.repeat(np.arange(len(base)), here)[np.argsort(in_run, kind="stable")]
+        first = np.cumsum(count) - count
+        return first[run[:-1]], count[run[:-1]], cost, visits
     first = np.zeros(num_tiles, np.int64)
     last = np.full(num_tiles, -1, np.int64)
     first[tile[::-1]] = span[::-1]  # of several spans the last assignment stays: the lowest

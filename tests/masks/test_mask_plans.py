@@ -123,6 +123,17 @@ def test_refinement_cuts_where_a_rectangle_hides_pairs(
         np.testing.assert_array_equal(covered, mask.dense())
 
 
+def test_neighbouring_key_tiles_share_the_clipped_spans_that_they_visit() -> None:
+    """A table has few entries for a long prompt: by hand, 1 for its ten tiles, and for the tiles of
+    its responses 2, 3, 2 and 2."""
+    clipped = plan_context(Mask.tree([640] + 6 * [40], [-1] + 6 * [0]), (0, 1)).hops.clipped
+    (tiling,) = clipped.backward(64, 64)
+    tiles = tiling.tiles[np.argsort(tiling.tiles["row0"])]
+    assert tiles["num_spans"].tolist() == [1] * 10 + [2, 3, 2, 2]
+    assert tiles["first_span"].tolist() == [0] * 10 + [1, 3, 6, 8]
+    assert len(tiling.spans) == 10
+
+
 DILATED = [[0, 300, 0, 300, -250, -100], [0, 300, 0, 300, -50, -20], [0, 300, 0, 300, 7, 40]]
 
 
