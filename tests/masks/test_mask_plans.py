@@ -72,6 +72,30 @@ def test_pairs_of_many_unions(
     np.testing.assert_array_equal(coverage(plans, mode, m, n, clipped), union.dense())
 
 
+@settings(max_examples=40)
+@given(union=unions(40), world=st.integers(2, 4), layout=layouts, m=tiles)
+def test_clipped_spans_over_gathered_keys(union: Union, world: int, layout: str, m: int) -> None:
+    """One launch for all hops: every pair once, exactly. Spans wait for the flag of their keys."""
+    plans = plans_of(union.mask(), world, layout)
+    count = np.zeros(union.dense().shape, int)
+    for plan in plans:
+        first, rows = plan.kv_exchange.gathered_layout(plan.rank)
+        keys, flags = np.full((2, rows), -1)
+        for hop in range(world):
+            seen = keys_at(plans, plan.rank, hop)
+            begin = plan.kv_exchange.visible[(plan.rank - hop) % world, hop, 0] if hop else 0
+            there = slice(first[hop] + begin, first[hop] + len(seen))
+            keys[there], flags[there] = seen[begin:], hop
+        clipped = plan.gathered.clipped
+        assert clipped.clips == plan.hops.clipped.clips
+        (tiling,) = clipped.forward(m)
+        for tile in tiling.tiles:
+            for number, of_tile, columns, pairs in rectangles(tiling, tile, "forward"):
+                count[np.ix_(plan.token_index.numpy()[of_tile], keys[columns])] += pairs
+                assert (flags[columns] == tiling.spans[number]["arrival"]).all()
+    np.testing.assert_array_equal(count, union.dense())
+
+
 @settings(max_examples=60)
 @given(union=unions(40), world=st.integers(1, 4), m=tiles, n=st.sampled_from([64, 80, 128]))
 def test_turns_of_a_dq_block_count_the_tiles_that_add_before(
