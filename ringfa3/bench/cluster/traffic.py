@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringfa3.planning.exchange.landing import Landing
+from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.exchange.landing import HostRanks, Landing
 from ringfa3.planning.exchange.launches import launch_of_step
-from ringfa3.planning.kv_exchange import KVExchange
-from ringfa3.planning.placement.costs import Bools, Ints
+from ringfa3.planning.kv_exchange import KVExchange, PlacedSegments
+from ringfa3.planning.placement.costs import TILE, Bools, Ints
 from ringfa3.planning.tile_schedule import join_ranges
+from ringfa3.planning.tiling import band, pair_sequences
 
 
 def rows_to(exchange: KVExchange, destination: Ints) -> Ints:
@@ -84,3 +86,25 @@ def held_by_messages(exchange: KVExchange, hosts: Sequence[int]) -> Ints:
     landed = by_launch(to, at, size, to >= 0)
     held = held + in_two(landed[:, np.unique(at[to >= 0])])
     return np.asarray(held + by_launch(owner, at, size, to >= 0).max(1))
+
+
+def tiles_of_launches(plan: ContextPlan, ranks: HostRanks, launch: Ints) -> tuple[Ints, Ints, Ints]:
+    """(world,) each: launches that attend to any key; tiles of TILE query rows, once for each
+    launch that attends with them; and tiles of TILE keys to which a rank attends.
+
+    launch: (steps,) of each `HostRanks.step`. Tiles begin with a segment, of which all count.
+    """
+    placed = PlacedSegments.of(plan.shards)
+    segments, tiles = placed.segments, -(-placed.segments.length // TILE)
+    pairs = pair_sequences(segments, segments)
+    bands = band(segments, segments, *pairs, 0, *plan.effective_window)
+    reader, owner = placed.owner[bands.query], placed.owner[bands.key]
+    at, count = launch[ranks.step(owner, reader)], int(launch[-1]) + 1
+    active = np.unique(count * reader + at) // count
+    visits = np.unique(count * bands.query + at) // count
+    key, by = np.divmod(np.unique(plan.world * bands.key + reader), plan.world)
+    sums = (active, None), (placed.owner[visits], tiles[visits]), (by, tiles[key])
+    launches, forward, backward = (
+        np.bincount(rank, rows, plan.world).astype(np.int64) for rank, rows in sums
+    )
+    return launches, forward, backward
