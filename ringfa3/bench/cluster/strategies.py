@@ -19,11 +19,11 @@ from ringfa3.bench.cluster.time_model import Floats, Heads, Launches, Load, Traf
 from ringfa3.bench.cluster.traffic import (
     bounding_rows,
     forwarded_rows,
-    held_by_messages,
     rows_to,
     tiles_of_launches,
 )
 from ringfa3.planning.context_plan import ContextPlan, plan_context
+from ringfa3.planning.exchange.buffers import rows_of_buffers
 from ringfa3.planning.exchange.landing import HostRanks, Landing
 from ringfa3.planning.exchange.launches import launch_of_step
 from ringfa3.planning.placement.costs import TILE, Cost, Ints, block_cost
@@ -104,10 +104,8 @@ def loads(batch: Batch, cp: Sequence[int]) -> dict[str, Load]:
 def direct(batch: Batch) -> Load:
     """Each row goes from its owner straight to every rank that needs it."""
     rows = rows_to(batch.plan.kv_exchange, np.arange(batch.world))
-    hosts = [0] * batch.world
-    return Load(
-        *batch.placed, _by_messages(batch, hosts), *_by_link(batch, rows), _held(batch, hosts)
-    )
+    launches, held = _by_messages(batch, [0] * batch.world)
+    return Load(*batch.placed, launches, *_by_link(batch, rows), held)
 
 
 def two_levels(batch: Batch) -> Load:
@@ -133,8 +131,8 @@ def two_levels(batch: Batch) -> Load:
     arrives = to_host.sum(0)[host] / per_host
     pairs = np.maximum((to_host > 0).sum(0)[host], _by_host(batch, (to_host > 0).sum(1)))
     nic = Traffic(arrives, _by_host(batch, to_host.sum(1)) / per_host, pairs / per_host)
-    hosts = batch.plan.hosts
-    return Load(*batch.placed, _by_messages(batch, hosts), nvlink, nic, _held(batch, hosts))
+    launches, held = _by_messages(batch, batch.plan.hosts)
+    return Load(*batch.placed, launches, nvlink, nic, held)
 
 
 def symmetric(batch: Batch) -> Load:
@@ -196,11 +194,14 @@ def ulysses_ring(batch: Batch) -> Load:
     )
 
 
-def _by_messages(batch: Batch, hosts: Sequence[int]) -> tuple[Launches, Launches]:
-    """hosts: as in `held_by_messages`."""
+def _by_messages(batch: Batch, hosts: Sequence[int]) -> tuple[tuple[Launches, Launches], Floats]:
+    """Launches, and (world,) bytes of buffers. hosts: of each rank; where all are equal, owners
+    send to all readers."""
     exchange = batch.plan.kv_exchange
     landing = Landing.of(exchange, tuple(hosts))
-    return _launches(batch, launch_of_step(exchange, landing), landing.ranks)
+    launch = launch_of_step(exchange, landing)
+    rows = rows_of_buffers(exchange, landing, launch).astype(float)
+    return _launches(batch, launch, landing.ranks), rows * batch.heads.row_bytes
 
 
 def _by_hop(batch: Batch) -> tuple[Launches, Launches]:
@@ -224,12 +225,6 @@ def _around(tiles: Floats, ring: int) -> tuple[Launches, Launches]:
     each hop."""
     of_ring = Launches(ring, tiles * (1 + 0.75 * (ring - 1)))
     return of_ring, of_ring
-
-
-def _held(batch: Batch, hosts: Sequence[int]) -> Floats:
-    """(world,) bytes of buffers by messages. hosts: as in `held_by_messages`."""
-    rows = held_by_messages(batch.plan.kv_exchange, hosts)
-    return rows.astype(float) * batch.heads.row_bytes
 
 
 def _by_link(batch: Batch, rows: Ints) -> tuple[Traffic, Traffic]:

@@ -81,9 +81,9 @@ def test_links_are_measured_between_ranks_that_use_them() -> None:
     """Each rank receives from the one that sends to it. Ranks of a host are neighbours in a ring,
     and so are hosts."""
     asked: list[dict[tuple[int, int], str]] = []
-    for rank in range(6):
+    for rank in range(9):
         pairs: list[tuple[int, int]] = []
-        comm = SimpleNamespace(rank=rank, world=6)
+        comm = SimpleNamespace(rank=rank, world=9)
         job = SimpleNamespace(comm=comm, per_host=3, moved_by="nccl")
         job._link = lambda to, source, pairs=pairs: pairs.append((to, source)) or (7.0, 0.5)
         rates = _Job.with_links(job, RATES)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def test_links_are_measured_between_ranks_that_use_them() -> None:
         asked.append({near: "near", far: "far"})
     ends = [{name: pair for pair, name in found.items()} for found in asked]
     for name in ("near", "far"):
-        for rank in range(6):
+        for rank in range(9):
             to, source = ends[rank][name]
             assert ends[to][name][1] == ends[source][name][0] == rank
             assert (to // 3 == rank // 3) == (name == "near")
