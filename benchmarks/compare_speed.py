@@ -4,8 +4,8 @@ Use it for changes that alter machine code but should not alter speed. Both cach
 `python -m ringfa3.build` has filled. Both builds must have the tiles and the argument structs of
 this checkout. It needs a Hopper GPU. Inputs are N(0,1), or have the scores of `--scores`: 16k
 tokens in sequences of `--length`, of 512 for a short unit, hidden size 2048. The old build
-quantises the operands of 8-bit units. Units that quantise are listed but not timed:
-`python -m ringfa3.bench fp8 --bandwidth` times them.
+quantises the operands of 8-bit units. Units that quantise or clip spans are listed but not timed:
+`python -m ringfa3.bench fp8 --bandwidth` and `attention --set spans` time them.
 
 Runs alternate, old and new, `--pairs` times. Prints one line per unit and mask: the median of the
 paired ratios, old time over new time, and their quartiles; above 1 the new build is faster. Exits
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--length {asked.length}: it must be from 1 to {TOKENS}")
     try:
         selected = select_units(asked.units)
-        units = [x for x in selected if x.direction != QUANTISE]
+        units = [x for x in selected if x.direction != QUANTISE and not x.clips]
         for unit in units:  # before anything is timed
             latest(asked.old, unit), latest(asked.new, unit)
             if unit.precision != "native":
@@ -135,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit("compare_speed: the kernels run on Hopper GPUs only, and there is none here")
     for unit in selected:
         if unit not in units:
-            print(f"{unit.name}: not timed here, but by `ringfa3.bench fp8 --bandwidth`")
+            options = "attention --set spans" if unit.clips else "fp8 --bandwidth"
+            print(f"{unit.name}: not timed here, but by `ringfa3.bench {options}`")
     switch = Switch(asked.old, asked.new)
     launch._entry = switch.entry  # type: ignore[assignment]
     dispatch._build_problem = lambda _: None  # type: ignore[assignment]  # nothing is compiled

@@ -1,9 +1,9 @@
-"""Blocks of scores that a forward computes under a mask, beside those that hold a pair.
+"""Blocks of scores that a forward computes under a mask, and those that hold a pair.
 
     python -m benchmarks.mask_tiles
 
 Refinement cuts query and key segments where spans begin and end, so tiles there are partial. With
-spans clipped inside whole tiles, a forward would compute the blocks that hold a pair.
+clipped spans, tiles are whole.
 """
 
 from __future__ import annotations
@@ -13,24 +13,19 @@ import numpy as np
 from ringfa3 import Mask, plan_context
 from ringfa3.bench.attention.cases import span_masks
 from ringfa3.planning.mask_shards import components
+from ringfa3.planning.tiling import Plan
 
 TILE_M, TILE_N = 128, 128
 
 
-def block_counts(mask: Mask, m: int = TILE_M, n: int = TILE_N) -> tuple[int, int]:
-    """(computed, needed): (m, n) blocks of a head that refinement computes, that hold a pair.
+def block_counts(mask: Mask, m: int = TILE_M, n: int = TILE_N) -> tuple[int, int, int]:
+    """(refined, computed, needed): (m, n) blocks of a head that a forward computes with refinement
+    alone, that it computes, and that hold a pair.
 
     Rows and keys of the needed blocks count from the first token of their component.
     """
-    (tiling,) = plan_context(mask, (0, 1)).hops.forward(m)
-    computed = 0
-    for tile in tiling.tiles:
-        at = int(tile["first_span"])
-        span = tiling.spans[at : at + int(tile["num_spans"])]
-        row = int(tile["row0"]) - span["q0"]
-        begin = np.maximum(0, row + span["lo"])
-        end = np.minimum(span["k1"] - span["k0"], row + int(tile["rows"]) + span["hi"])
-        computed += int((-(-np.maximum(end - begin, 0) // n)).sum())  # blocks are of one span
+    hops = plan_context(mask, (0, 1)).hops
+    refined, computed = (_computed(plan, m, n) for plan in (hops, hops.clipped))
     begins, tiles = components(mask), []
     for q0, q1, k0, k1, lo, hi in mask.diagonal_spans.tolist():
         origin = int(begins[np.searchsorted(begins, q0, side="right") - 1])
@@ -43,17 +38,25 @@ def block_counts(mask: Mask, m: int = TILE_M, n: int = TILE_N) -> tuple[int, int
             block = np.arange(a, b)
             tiles.append(np.stack((block * 0 + origin, block * 0 + tile, block)))
     needed = np.unique(np.concatenate(tiles, axis=1), axis=1).shape[1] if tiles else 0
-    return computed, needed
+    return refined, computed, needed
+
+
+def _computed(plan: Plan, m: int, n: int) -> int:
+    (tiling,) = plan.forward(m)
+    _, span, row, end_row = tiling.visits("q")
+    begin = np.maximum(0, row + span["lo"])
+    end = np.minimum(span["k1"] - span["k0"], end_row + span["hi"])
+    return int((-(-np.maximum(end - begin, 0) // n)).sum())  # blocks are of one span
 
 
 def main() -> None:
     """Prints a line for each mask of `python -m ringfa3.bench attention --set spans`."""
     for label, mask in {**span_masks(1), "causal, 64k": Mask.documents(65536)}.items():
-        computed, needed = block_counts(mask)
+        refined, computed, needed = block_counts(mask)
         ideal = mask.pairs / (TILE_M * TILE_N)
         print(
-            f"{label}: {computed} blocks computed, {needed} hold a pair ({computed / needed:.3f}), "
-            f"pairs fill {ideal / computed:.1%}"
+            f"{label}: {computed} blocks computed, {refined} with refinement alone, {needed} hold "
+            f"a pair ({computed / needed:.3f}), pairs fill {ideal / computed:.1%}"
         )
 
 

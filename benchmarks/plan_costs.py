@@ -73,7 +73,7 @@ def best(call: Callable[[], object]) -> float:
 
 def plan_cost(given: Mask | Ints, ranks: int) -> float:
     def make() -> None:
-        hops = plan_context(given, (0, ranks)).hops
+        hops = plan_context(given, (0, ranks)).hops.clipped
         hops.forward(128)
         hops.backward(128, 64)
 

@@ -3,8 +3,13 @@
 #include "forward/kernel.cuh"
 #include "ring/publish.cuh"
 
-using Shapes = ringfa3::ForwardShapes<RINGFA3_ELEMENT, RINGFA3_HEAD_DIM, RINGFA3_TILE_N,
-                                      RINGFA3_TILE_M / 64, ringfa3::Precision::RINGFA3_PRECISION>;
+#ifndef RINGFA3_CLIPS
+#define RINGFA3_CLIPS false
+#endif
+
+using Shapes =
+    ringfa3::ForwardShapes<RINGFA3_ELEMENT, RINGFA3_HEAD_DIM, RINGFA3_TILE_N, RINGFA3_TILE_M / 64,
+                           ringfa3::Precision::RINGFA3_PRECISION, RINGFA3_CLIPS>;
 
 extern "C" int ringfa3_forward(Shapes::Args const* args, void* stream) {
   return ringfa3::launch_forward<Shapes>(*args, static_cast<cudaStream_t>(stream));

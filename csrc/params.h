@@ -14,6 +14,18 @@ struct Span {
   int32_t padded_q0;  // q0 in padded rows, see PaddedRows
 };
 
+// The spans of `Plan.clipped`: a tile that visits one need not lie inside of it. `padded_q0` may
+// lie inside a block of padded rows.
+struct ClippedSpan : Span {
+  int32_t q_end, k_end;  // the ends of the query and of the key segment
+};
+
+// What a forward tile needs of a clipped span that it visits, see `SpanColumns` and `SpanRows`.
+struct SpanVisit {
+  int32_t begin, end, low, high, key_row, keys, arrival;
+  int32_t first_row, end_row;
+};
+
 // Rows [row0, row0 + rows), which visit spans [first_span, first_span + num_spans).
 struct Tile {
   int32_t row0, rows, first_span, num_spans;
@@ -42,7 +54,7 @@ struct ForwardArgs {
   int64_t lse_head_stride;
   float const* sink;  // (heads,), natural logarithm, in the softmax of kLast tiles; null: none
   Tile const* tiles;  // in the order in which they are fetched
-  Span const* spans;
+  Span const* spans;  // or SpanVisit, see `ForwardShapes`
   int32_t const* arrivals;  // arrival flags: flag n, n < 32, is not 0 once the keys of spans with
                             // that number are here; null if no span has a number
   uint32_t* counter;        // work items fetched; 0 before and after the launch
@@ -121,9 +133,9 @@ struct BackwardArgs {
   Tensor3 dk, dv;  // float32 if `float32_grads`, else the dtype of k
   PaddedRows padded;
   WorkUnit const* work_units;  // in the order in which they are fetched
-  Span const* spans;
-  int32_t const* earlier;  // (spans,), see `Tiling.earlier`
-  int32_t* counter;        // work items fetched; 0 before the launch
+  Span const* spans;           // or ClippedSpan, see `BackwardShapes`
+  int32_t const* earlier;      // (spans,), see `Tiling.earlier`
+  int32_t* counter;            // work items fetched; 0 before the launch
   int32_t* dq_semaphore;  // (heads, num_blocks, dQ tiles), zeros before the launch; null: dQ in any
                           // order
   int32_t num_work_units;

@@ -38,7 +38,7 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedSto
     smem.block_ready[stage.index()].wait(stage.phase());
     RowBlock& block = smem.blocks[stage.index()];
     if (block.head < 0) return;
-    if (!Shapes::kPolicy.role_split && p.args.dq_semaphore) {
+    if (!Shapes::Clips && !Shapes::kPolicy.role_split && p.args.dq_semaphore) {
       block.dq_order = dq_order<M, Shapes::TileN>(p.args.spans, p.args.earlier, block.span,
                                                   block.token, block.tile_row);
     }

@@ -130,6 +130,16 @@ CUTE_DEVICE void compute_ds(Scores const& p, Gradient& dp, RowValues<M> const& d
 struct BlockMask {
   uint32_t words[2];
   BlockMask() = default;
+  CUTE_DEVICE BlockMask(ClippedRowBlock const& block, int key, int lane) {
+    int const offset = 2 * (lane % 4);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int const k = key + 8 * r, begin = max(block.first_row, k + block.low);
+      bool const clipped = k < block.first_key || k >= block.end_key;
+      int const end = clipped ? 0 : min(block.end_row, k + block.high + 1);
+      words[r] = low_bits(columns_before(end - offset)) & ~low_bits(columns_before(begin - offset));
+    }
+  }
   CUTE_DEVICE BlockMask(RowBlock const& block, int key, int lane) {
     int const offset = 2 * (lane % 4), rows = block.rows, keys = block.keys;
     int const low = block.low, high = block.high;

@@ -293,7 +293,7 @@ struct KeySplitConsumer {
     send_dq<Shapes>(smem, dq, count, warpgroup);
   }
 
-  __device__ RowBlock const& block_at(uint32_t count) {
+  __device__ typename Shapes::Block const& block_at(uint32_t count) {
     return smem.blocks[BlockStage{count}.index()];
   }
 

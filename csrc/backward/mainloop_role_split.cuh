@@ -310,7 +310,7 @@ struct RoleSplitConsumer {
   // The warpgroup's dQ tile of a block, and its columns of K.
   __device__ int dq_tile() const { return first_dq_tile() + kWarpgroupIndex; }
 
-  __device__ RowBlock const& block_at(uint32_t count) {
+  __device__ typename Shapes::Block const& block_at(uint32_t count) {
     return smem.blocks[BlockStage{count}.index()];
   }
 

@@ -42,6 +42,12 @@ struct RowBlock {
   int32_t flags;      // BlockFlags
 };
 
+// With clipped spans: rows [first_row, end_row) of the block and keys [first_key, end_key) of the
+// CTA belong to the span, and `rows` end with the segment.
+struct ClippedRowBlock : RowBlock {
+  int32_t first_row, end_row, first_key, end_key;
+};
+
 // kMasked: the mask hides some pairs of the block. kTailRows: its last rows are the next segment's.
 // kFirstBlock, kLastBlock: of the work unit.
 enum BlockFlags : int32_t { kMasked = 1, kTailRows = 2, kFirstBlock = 4, kLastBlock = 8 };
@@ -80,10 +86,14 @@ struct KeyFactor {
 // of two; the column after its last holds the factor of the tile, a bfloat16 number, which divides
 // products with K. P is at most 1: scores here have more bits than those that the forward has
 // summed, so LSE may lie below a score.
-template <class Element_, int HeadDim_, int TileM_, int TileN_, bool Dequantised_ = false>
+// `Clips_`: the plan's spans are clipped, and dQ has no order of additions.
+template <class Element_, int HeadDim_, int TileM_, int TileN_, bool Dequantised_ = false,
+          bool Clips_ = false>
 struct BackwardShapes {
   using Element = Element_;
   static constexpr bool Dequantised = Dequantised_;
+  static constexpr bool Clips = Clips_;
+  using Block = conditional_t<Clips, ClippedRowBlock, RowBlock>;
   static constexpr int D = HeadDim_;
   static constexpr int M = TileM_;
   static constexpr BackwardPolicy kPolicy = kBackwardPolicy<D>;
@@ -160,9 +170,10 @@ struct BackwardShapes {
     alignas(128) Statistic delta[kDeltaStages][M];
     alignas(128) float dq[Consumers][kPolicy.role_split ? 4 : kDqTile];
     alignas(128) float p[kPolicy.role_split ? 64 * M : 1];  // P^T, from one warpgroup to the other
-    RowBlock blocks[BlockDepth];
+    Block blocks[BlockDepth];
     KeyWorkItem work[kWorkDepth];
-    int32_t next_work, head;  // of the thread that fetches
+    int32_t next_work, head;                            // of the thread that fetches
+    conditional_t<Clips, ClippedSpan, NoStorage> span;  // the same
     alignas(16) cutlass::arch::ClusterTransactionBarrier k_full, v_full;
     alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages], dout_full[DoutStages];
     alignas(16) cutlass::arch::ClusterBarrier block_ready[BlockDepth], block_done[BlockDepth];

@@ -32,6 +32,18 @@ CUTE_DEVICE int fetch_item(int32_t* counter, typename Shapes::SharedStorage& sme
   }
 }
 
+// One thread: span number `index`. It reads a clipped span again and again, from shared memory.
+template <class Shapes>
+CUTE_DEVICE auto const& read_span(BackwardArgs const& a, typename Shapes::SharedStorage& smem,
+                                  int index) {
+  if constexpr (Shapes::Clips) {
+    smem.span = static_cast<ClippedSpan const*>(a.spans)[index];
+    return const_cast<ClippedSpan const volatile&>(smem.span);
+  } else {
+    return a.spans[index];
+  }
+}
+
 // One thread: fetches work items from the counter and decodes them block by block. It fetches the
 // next item while the last blocks of this one are loaded. The first item comes from the counter,
 // too: so a CTA that finds no room on the GPU holds no item whose dQ others wait for. The thread
@@ -54,14 +66,14 @@ CUTE_DEVICE void fetch_row_blocks(BackwardParams const& p, typename Shapes::Shar
     WorkUnit const& unit = work.unit;
     for (smem.head = 0; smem.head < unit.num_heads; ++smem.head) {
       for (RowBlockIterator<M> at(unit); at.left > 0; at.next_span()) {
-        Span const& span = a.spans[at.index];
+        auto const& span = read_span<Shapes>(a, smem, at.index);
         for (at.begin_span(unit, span); at.in_span(); at.next()) {
           bool const last_head = smem.head + 1 == unit.num_heads;
           if (last_head && at.left == min(kBlocksAhead, unit.blocks)) {
             smem.next_work = fetch_item<Shapes>(a.counter, smem, work_stage.count + 1);
           }
           smem.block_done[stage.index()].wait(stage.phase() ^ 1);
-          RowBlock& block = smem.blocks[stage.index()];
+          auto& block = smem.blocks[stage.index()];
           int flags = smem.head == 0 && at.left == unit.blocks ? kFirstBlock : 0;
           if (last_head && at.left == 1) flags |= kLastBlock;
           block.tile_row = block.key_row = unit.row0, block.keys = unit.rows;
@@ -69,12 +81,17 @@ CUTE_DEVICE void fetch_row_blocks(BackwardParams const& p, typename Shapes::Shar
             block.key_row += block_rank_in_cluster() * N;
             block.keys = min(max(unit.row0 + unit.rows - block.key_row, 0), N);
           }
-          block.token = span.q0 + at.block * M;
-          block.rows = min(M, span.q1 - block.token);
-          block.low = block.key_row - span.k0 - span.hi - at.block * M;
-          block.high = block.low + span.hi - span.lo;
-          if (block.rows < M) flags |= kMasked | kTailRows;
-          if (block.keys < N || N - 1 + block.low > 0 || block.high < M - 1) flags |= kMasked;
+          if constexpr (Shapes::Clips) {
+            if (decode_clipped_block<M, N>(span, at.block, block)) flags |= kMasked;
+            if (block.rows < M) flags |= kTailRows;
+          } else {
+            block.token = span.q0 + at.block * M;
+            block.rows = min(M, span.q1 - block.token);
+            block.low = block.key_row - span.k0 - span.hi - at.block * M;
+            block.high = block.low + span.hi - span.lo;
+            if (block.rows < M) flags |= kMasked | kTailRows;
+            if (block.keys < N || N - 1 + block.low > 0 || block.high < M - 1) flags |= kMasked;
+          }
           block.flags = flags;
           block.head = work.kv_head * p.group + unit.first_head + smem.head;
           block.target =

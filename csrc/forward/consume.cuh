@@ -44,7 +44,8 @@ struct ForwardConsumer {
   static constexpr int kEarly = kPolicy.early_elements;
   static constexpr bool kTwoQ = Shapes::QStages > 1;
   // Blocks may be masked for a warp: its rows take their maximum in the first that they attend to.
-  static constexpr bool kHidesRows = (Shapes::M > N || Shapes::Quantised) && !kPolicy.sums_rounded;
+  static constexpr bool kHidesRows =
+      (Shapes::M > N || Shapes::Quantised || Shapes::Clips) && !kPolicy.sums_rounded;
   static constexpr bool kRepeats = Refill::kRepeats && Shapes::MayOverflow;
   // The accumulator begins with O of earlier hops; that of e4m3 products has too few bits for it.
   static constexpr bool kResumes = !Shapes::QuantisedV, kRescalesRows = Shapes::QuantisedV;
@@ -103,7 +104,7 @@ struct ForwardConsumer {
   CUTE_DEVICE void run(Self& self) {
     if (warpgroup == Consumers - 1) order().arrive();
     while (true) {
-      WorkItem& work = smem.work[work_stage.index()];
+      auto& work = smem.work[work_stage.index()];
       smem.work_full[work_stage.index()].wait(work_stage.phase());
       if (work.head == kEndOfWork) break;
       if (work.head == kNoWork) {

@@ -47,7 +47,7 @@ CUTE_DEVICE PipelineState<Shapes::Stages> load_tiles(ForwardParams<Shapes> const
   uint32_t arrived = 1;  // bit n: arrival flag n was set; spans with flag 0 wait for nothing
   while (true) {
     smem.work_full[work_stage.index()].wait(work_stage.phase());
-    WorkItem& work = smem.work[work_stage.index()];
+    auto& work = smem.work[work_stage.index()];
     if (work.head == kEndOfWork) return k_stage;
     if (work.head == kNoWork) {
       smem.work_empty[work_stage.index()].arrive();

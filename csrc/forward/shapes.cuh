@@ -56,8 +56,9 @@ constexpr auto smem_layout_v() {
   }
 }
 
+// `Clips_`: the plan's spans are clipped. Other kernels have no code for it.
 template <class Element_, int HeadDim_, int TileN_, int Consumers_,
-          Precision Precision_ = Precision::Native>
+          Precision Precision_ = Precision::Native, bool Clips_ = false>
 struct ForwardShapes {
   using Element = Element_;  // of O
   using Types = OperandTypes<Element, Precision_>;
@@ -65,6 +66,8 @@ struct ForwardShapes {
   using ElementPV = typename Types::PV;
   static constexpr bool Quantised = Precision_ != Precision::Native;
   static constexpr bool QuantisedV = Precision_ == Precision::Fp8;
+  static constexpr bool Clips = Clips_;
+  static_assert(!Clips || !Quantised);
   static constexpr bool MayOverflow = !QuantisedV;  // P V; e4m3 P is at most 448
   using Args = std::conditional_t<Quantised, QuantisedForwardArgs, ForwardArgs>;
   static constexpr int D = HeadDim_;
@@ -97,7 +100,7 @@ struct ForwardShapes {
       decltype(tile_to_shape(AtomK{}, Shape<Int<M / QParts>, Int<D>, Int<QParts>, Int<QStages>>{}));
   using SmemK = decltype(tile_to_shape(AtomK{}, Shape<Int<N>, Int<D>, Int<Stages>>{}));
   using SmemV = decltype(smem_layout_v<ElementPV, D, N, Stages, QuantisedV>());
-  using Blocks = BlockIterator<N, Quantised>;
+  using Blocks = BlockIterator<N, Quantised, Clips>;
   static_assert(!Quantised || kKeyTile % N == 0);  // a block has one scale of K
 
   struct SharedStorage {
@@ -111,7 +114,7 @@ struct ForwardShapes {
     alignas(16) cutlass::arch::ClusterBarrier k_empty[Stages], v_empty[Stages];
     alignas(16) cutlass::arch::ClusterBarrier work_full[kWorkDepth], work_empty[kWorkDepth];
     alignas(16) cutlass::arch::ClusterBarrier work_wanted;  // the loader asks for the next item
-    WorkItem work[kWorkDepth];
+    WorkItemOf<Clips> work[kWorkDepth];
     float k_scale[Quantised ? Stages : 1];
   };
 };

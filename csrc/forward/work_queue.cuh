@@ -36,6 +36,22 @@ CUTE_DEVICE bool must_repeat(WorkItem const& work, int lane) {
   return __any_sync(0xffffffff, work.head >= 0 && !work.use_row_max && overflow);
 }
 
+// Warp-wide: copies the first visits of an item whose tile lane 0 has stored. The warp has few
+// registers: it copies word by word, and reads the tile again.
+CUTE_DEVICE void copy_visits(ForwardArgs const& a, ClippedWorkItem& work, int lane) {
+  constexpr int kWords = sizeof(SpanVisit) / 4, kOfColumns = sizeof(SpanColumns) / 4;
+  __syncwarp();
+  auto const* const from =
+      reinterpret_cast<int32_t const*>(a.spans) + int64_t{kWords} * work.tile.first_span;
+  auto* const columns = reinterpret_cast<int32_t*>(work.spans);
+  int const rows = reinterpret_cast<int32_t*>(work.span_rows) - columns;
+#pragma unroll 1
+  for (int i = lane; i < kWords * min(work.tile.num_spans, kDecodedSpans); i += kWarp) {
+    int const visit = i / kWords, word = i % kWords;
+    columns[word < kOfColumns ? i - 2 * visit : rows + 2 * visit + word - kOfColumns] = from[i];
+  }
+}
+
 // The scheduler warp. It claims the next item when the loader asks: at most kBlocksAhead blocks of
 // this one are then left to load. So the CTA that is free first gets the item.
 // Each item of a launch causes one increment of the counter, so the last one wraps it to 0 for the
@@ -55,7 +71,7 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
   bool fetched = false, idle = false;  // the last item came from the counter; was kNoWork
   while (true) {
     smem.work_empty[stage.index()].wait(stage.phase() ^ 1);
-    WorkItem& work = smem.work[stage.index()];
+    auto& work = smem.work[stage.index()];
     bool const repeats = Shapes::MayOverflow && must_repeat<kWarps>(work, lane);
     __syncwarp();  // every lane has read `work`
     if (!repeats && lane < 2 * kWarps) work.overflow[lane / 2][lane % 2] = 0;
@@ -81,7 +97,7 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
     }
     bool ends = false;
     if (fetched) {
-      if (lane < min(tile.num_spans, kDecodedSpans)) {
+      if (!Shapes::Clips && lane < min(tile.num_spans, kDecodedSpans)) {
         work.spans[lane] = SpanColumns(tile, a.spans[tile.first_span + lane]);
       }
       if (lane == 0) {
@@ -90,6 +106,7 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
         work.kv_head = head / p.group;
         work.use_row_max = false;
       }
+      if constexpr (Shapes::Clips) copy_visits(a, work, lane);
     } else if (repeats) {
       if (lane == 0) work.use_row_max = true;
     } else {

@@ -1,6 +1,8 @@
 // Forward: the columns that a tile needs of each span, as one flat sequence of blocks of N keys.
 #pragma once
 
+#include <type_traits>
+
 #include "params.h"
 #include "plan/portable.h"
 
@@ -14,7 +16,7 @@ constexpr int kConsumerWarps = 12;  // at most
 struct SpanColumns {
   int32_t begin, end, low, high;
   int32_t key_row;  // the span's first key
-  int32_t keys;     // of the span
+  int32_t keys;     // of the span; of a clipped one, up to the end of the segment
   int32_t arrival;  // the number of their arrival flag, or 0
   SpanColumns() = default;
   RINGFA3_DEVICE SpanColumns(Tile const& tile, Span const& s) {
@@ -24,6 +26,24 @@ struct SpanColumns {
     begin = max(0, low);
     end = min(keys, tile.rows + high);
   }
+  RINGFA3_DEVICE SpanColumns(Tile const&, SpanVisit const& v)
+      : begin(v.begin),
+        end(v.end),
+        low(v.low),
+        high(v.high),
+        key_row(v.key_row),
+        keys(v.keys),
+        arrival(v.arrival) {}
+};
+
+// The rows [begin, end) of a tile that belong to a clipped span. If the tile's last row does, `end`
+// is kEveryRow: nobody reads the rows after it, and rows without a score take the slow path.
+struct SpanRows {
+  int32_t begin, end;
+  static constexpr int kEveryRow = 1 << 30;  // ringfa3/planning/tile_schedule.py has it, too
+  SpanRows() = default;
+  RINGFA3_DEVICE explicit SpanRows(SpanVisit const& v) : begin(v.first_row), end(v.end_row) {}
+  RINGFA3_DEVICE bool all() const { return begin == 0 && end == kEveryRow; }
 };
 
 constexpr int kNoWork = -1;  // instead of a head: no item for now
@@ -43,25 +63,35 @@ struct WorkItem {
   uint32_t overflow[kConsumerWarps][2];
 };
 
+// With clipped spans: the rows of the spans, as well.
+struct ClippedWorkItem : WorkItem {
+  SpanRows span_rows[kDecodedSpans];
+};
+template <bool Clips>
+using WorkItemOf = std::conditional_t<Clips, ClippedWorkItem, WorkItem>;
+
 // The blocks of a tile, span by span, each span from its last column down. The lowest block of a
 // span starts at the span's first column and masks the columns that the block above has covered, so
 // no block reads past a span that has at least N keys. `OnGrid`: every block starts at a multiple
-// of N columns instead.
-template <int N, bool OnGrid = false>
+// of N columns instead. `Clips`: spans are clipped.
+template <int N, bool OnGrid = false, bool Clips = false>
 struct BlockIterator {
-  WorkItem const* work;
-  Span const* plan_spans;
+  static constexpr bool kClips = Clips;
+  using Work = WorkItemOf<Clips>;
+  Work const* work;
+  using PlanSpan = std::conditional_t<Clips, SpanVisit, Span>;
+  PlanSpan const* plan_spans;
   int index = -1;          // of the span in the tile
   int end = 0, begin = 0;  // its columns that remain
   int keys = 0;            // of the span
   int start = 0;           // the block's first column
 
   BlockIterator() = default;
-  RINGFA3_DEVICE BlockIterator(WorkItem const& work, Span const* plan_spans)
-      : work(&work), plan_spans(plan_spans) {}
+  RINGFA3_DEVICE BlockIterator(Work const& work, Span const* plan_spans)
+      : work(&work), plan_spans(reinterpret_cast<PlanSpan const*>(plan_spans)) {}
 
   // Starts at the first block of another tile.
-  RINGFA3_DEVICE void begin_tile(WorkItem const& other) {
+  RINGFA3_DEVICE void begin_tile(Work const& other) {
     work = &other, index = -1, begin = end = 0;
     next();
   }
@@ -70,6 +100,12 @@ struct BlockIterator {
     return index < kDecodedSpans
                ? work->spans[index]
                : SpanColumns(work->tile, plan_spans[work->tile.first_span + index]);
+  }
+
+  // The rows of the tile that are the span's; only with `Clips`.
+  RINGFA3_DEVICE SpanRows rows() const {
+    return index < kDecodedSpans ? work->span_rows[index]
+                                 : SpanRows(plan_spans[work->tile.first_span + index]);
   }
 
   // Steps to the next block; false after the last one. The caller has called `complete`.
@@ -88,6 +124,9 @@ struct BlockIterator {
 
   // Blocks from this one on that need no mask.
   RINGFA3_DEVICE int unmasked_blocks() const {
+    if constexpr (Clips) {
+      if (!rows().all()) return 0;
+    }
     SpanColumns const c = columns();  // every row attends to columns [seen_from, c.high]
     int const seen_from = c.low + work->tile.rows - 1;
     bool const masked = start < seen_from || start + N > min(end, c.high + 1);
@@ -100,8 +139,8 @@ struct BlockIterator {
   // The same `blocks` > 0 times.
   RINGFA3_DEVICE void skip_unmasked_blocks(int blocks) { start -= blocks * N, end = start + N; }
 
-  // Rows of the block's K and V that belong to the span; the rows after them are the next
-  // segment's.
+  // Rows of the block's K and V that belong to the segment; the rows after them are the next
+  // one's.
   RINGFA3_DEVICE int valid_rows() const { return min(N, keys - start); }
 
   // Whether at most `blocks` blocks of the tile remain, this one included.

@@ -48,6 +48,7 @@ class Unit:
     precision  of a forward; of a backward "native", or "dequantised" for that of 8-bit forwards:
                a key of `PRECISIONS`
     short      has fewer query rows a tile than the other unit of its direction, dtype and head dim
+    clips      takes `CLIPPED_SPAN`; other units are free of the code for it
     """
 
     direction: str
@@ -58,11 +59,12 @@ class Unit:
     variant: str = ""
     precision: str = "native"
     short: bool = False
+    clips: bool = False
 
     @property
     def name(self) -> str:
         precision = "" if self.precision == "native" else self.precision
-        form = "short" if self.short else self.variant
+        form = "short" if self.short else "clips" if self.clips else self.variant
         parts = (self.direction, f"d{self.head_dim}", DTYPE_NAMES[self.dtype], precision, form)
         return "-".join(filter(None, parts))
 
@@ -79,6 +81,7 @@ class Unit:
             f"-DRINGFA3_TILE_M={self.tile_m}",
             f"-DRINGFA3_TILE_N={self.tile_n}",
             f"-DRINGFA3_PRECISION={PRECISIONS[self.precision]}",
+            *(("-DRINGFA3_CLIPS=true",) if self.clips else ()),
             *filter(None, (_variant(self.variant).define if self.variant else "",)),
         )
 
@@ -108,10 +111,11 @@ SHAPES = (  # (direction, precisions, head_dim, tile_m, tile_n)
     ("quantise", ("native",), 256, 1, 128),
 )
 SHORT_SHAPES = (("forward", ("native",), 64, 128, 128),)
+CLIPS_SHAPES = tuple(x for x in SHAPES if x[1] == ("native",) and x[0] != "quantise")
 UNITS = tuple(
-    Unit(direction, dtype, head_dim, tile_m, tile_n, precision=precision, short=short)
+    Unit(direction, dtype, head_dim, tile_m, tile_n, "", precision, *form)
     for dtype in ELEMENTS
-    for shapes, short in ((SHAPES, False), (SHORT_SHAPES, True))
+    for shapes, *form in ((SHAPES, False), (SHORT_SHAPES, True), (CLIPS_SHAPES, False, True))
     for direction, precisions, head_dim, tile_m, tile_n in shapes
     for precision in precisions
     if (precision, dtype) != ("dequantised", "float16")  # fp16 calls have bf16 operands then

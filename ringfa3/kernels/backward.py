@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ringfa3.kernels.forward import check_clips
 from ringfa3.kernels.launch import (
     Tensor3,
     heads_per_section,
@@ -119,6 +120,7 @@ class BackwardPass:
         first_heads: int = 0,
         sink: torch.Tensor | None = None,
     ) -> None:
+        check_clips(plan.clips, unit.clips)
         self.unit, self.scale, self.deterministic = unit, scale, deterministic
         (self.q, q_fields), (self.dout, dout_fields) = tma_addressable(q), tma_addressable(dout)
         out, out_fields = tma_addressable(out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -129,7 +130,7 @@ class BackwardKernel(NamedTuple):
 
 def select_forward(q: torch.Tensor, plan: Plan) -> ForwardKernel:
     """The forward of a plan for queries like `q` (t, h, d), compiled at its first use."""
-    unit = _select_unit("forward", q)
+    unit = _select_unit("forward", q, clips=plan.clips)
     if unit is None:
         return ForwardKernel(
             reference.TILE_M,
@@ -174,10 +175,12 @@ def select_quantised(q: torch.Tensor, precision: str) -> QuantisedForward:
     return quantised.QuantisedKernel(unit, quantiser, formats)
 
 
-def select_backward(q: torch.Tensor, precision: str = "native") -> BackwardKernel:
-    """As `select_forward`, for the backward of a call with a precision."""
+def select_backward(
+    q: torch.Tensor, precision: str = "native", clips: bool = False
+) -> BackwardKernel:
+    """As `select_forward`, for the backward of a call with a precision; clips: `Plan.clips`."""
     native = precision == "native"
-    unit = _select_unit("backward", q, "native" if native else "dequantised")
+    unit = _select_unit("backward", q, "native" if native else "dequantised", clips=clips)
     if unit is None:
         fallback = partial(reference.BackwardPass, dequantised=not native)
         return BackwardKernel(reference.TILE_N, reference.TILE_M, fallback)
@@ -204,17 +207,22 @@ def _attended(k: torch.Tensor, precision: str) -> tuple[torch.Tensor, str]:
     return k[..., :-FACTOR_COLUMNS], "dequantised"
 
 
-def _select_unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
+def _select_unit(
+    direction: str, q: torch.Tensor, precision: str = "native", clips: bool = False
+) -> Unit | None:
     """The unit to run; None for the PyTorch fallback, which is logged on a GPU."""
-    reason = fallback_reason(direction, q, precision)
+    reason = fallback_reason(direction, q, precision, clips)
     if reason is None:
-        return unit_for(direction, q, precision)
+        unit = unit_for(direction, q, precision)
+        return _clipping(unit) if unit is not None and clips else unit
     if q.is_cuda:
         log_fallback(reason)
     return None
 
 
-def fallback_reason(direction: str, q: torch.Tensor, precision: str = "native") -> str | None:
+def fallback_reason(
+    direction: str, q: torch.Tensor, precision: str = "native", clips: bool = False
+) -> str | None:
     """Why the PyTorch fallback runs a direction for queries like `q` (t, h, d).
 
     None if a kernel runs it; this call compiles the kernel if the cache does not have it, but not
@@ -226,7 +234,12 @@ def fallback_reason(direction: str, q: torch.Tensor, precision: str = "native") 
     if unit is None:
         where = torch.cuda.get_device_name(q.device) if q.is_cuda else "the CPU"
         return f"no fused kernel for head_dim {q.shape[-1]} on {where}"
-    return _build_problem(unit)
+    return _build_problem(_clipping(unit) if clips else unit)
+
+
+@lru_cache(None)
+def _clipping(unit: Unit) -> Unit:
+    return replace(unit, clips=True)
 
 
 def unit_for(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
@@ -261,7 +274,8 @@ def narrowest_unit(
     if precision == "dequantised":
         dtype = operand_dtype(dtype)
     wanted = (direction, str(dtype).removeprefix("torch."), precision)
-    units = [u for u in UNITS if (u.direction, u.dtype, u.precision) == wanted and not u.short]
+    units = [u for u in UNITS if (u.direction, u.dtype, u.precision) == wanted]
+    units = [u for u in units if not u.short and not u.clips]
     if direction == "quantise" or precision != "native" or head_dim % HEAD_DIM_STEP:
         units = [u for u in units if u.head_dim == head_dim]
     fitting = (u for u in units if u.head_dim >= head_dim)

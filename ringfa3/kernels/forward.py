@@ -82,14 +82,15 @@ def attend(
 
     Raises:
         ValueError: spans wait, and `arrivals` is missing or does not fit; a tile has spans and no
-            key to visit; TMA cannot address `out`.
+            key to visit; spans are clipped, and `unit` takes whole ones, or the reverse; TMA cannot
+            address `out`.
         RuntimeError: the first call with a tiling is captured in a CUDA graph.
     """
     if store_if_fully_masked(tiling, out, lse, sink):
         return
     tokens, kv_heads, head_dim = k.shape
     stream = CurrentStream.of(q.device)
-    uploaded = tables(tiling, stream)
+    uploaded = tables(tiling, stream, unit.clips)
     table = uploaded.hops[tiling.hop]
     if table.last_flag:
         _check_arrivals(arrivals, table.last_flag, k, v)
@@ -237,7 +238,8 @@ class HostTables(NamedTuple):
         for tiling in tilings:
             _check_visits(tiling)
         flags = tuple(int(x.spans["arrival"].max(initial=0)) for x in tilings)
-        return cls(Packed(*(y for x in tilings for y in (x.tiles, x.spans))), flags)
+        both = ((x.tiles, x.span_visits() if x.clips else x.spans) for x in tilings)
+        return cls(Packed(*(table for tables in both for table in tables)), flags)
 
     def at(self, memory: torch.Tensor | None, begin: int) -> Tables:
         found = self.packed.addresses(begin)
@@ -256,10 +258,23 @@ def _check_visits(tiling: Tiling) -> None:
         )
 
 
-def tables(tiling: Tiling, stream: CurrentStream) -> Tables:
-    """The tables of a tiling's schedule on a stream; hold them until the launch is enqueued."""
+def tables(tiling: Tiling, stream: CurrentStream, clips: bool = False) -> Tables:
+    """The tables of a tiling's schedule on a stream; hold them until the launch is enqueued.
+
+    Raises ValueError: see `check_clips`.
+    """
+    check_clips(tiling.clips, clips)
     schedule = tiling.schedule or tiling
     return _tables.get(schedule, stream, (), lambda: HostTables.of(schedule))
+
+
+def check_clips(plan: bool, unit: bool) -> None:
+    """Raises ValueError unless `Plan.clips` and `Unit.clips` are equal: spans of two layouts."""
+    if plan != unit:
+        raise ValueError(
+            f"the plan has {'clipped' if plan else 'whole'} spans, the kernel takes "
+            f"{'clipped' if unit else 'whole'} ones: select the kernel for this plan"
+        )
 
 
 def counter(stream: CurrentStream) -> torch.Tensor:

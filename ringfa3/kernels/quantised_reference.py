@@ -19,6 +19,7 @@ import torch
 
 from ringfa3.kernels.reference import (
     TILE_M,
+    Span,
     apply_mask,
     by_kv_head,
     new_partial_out,
@@ -154,7 +155,7 @@ class _Tile:
         self._total = torch.zeros_like(row_scale)  # of P before it is rounded
         self._o = torch.zeros_like(q)
 
-    def visit(self, span: tuple[int, ...], row0: int, kv: QuantisedKV) -> None:
+    def visit(self, span: Span, row0: int, kv: QuantisedKV) -> None:
         """Adds the keys of a span, block by block."""
         q0, _, k0, k1, lo, hi = span
         i = row0 - q0
@@ -165,7 +166,7 @@ class _Tile:
             keys = slice(k0 + j, k0 + end)
             s = self._q @ by_kv_head(kv.k[keys], hk).mT  # (hk, m, end - j)
             s *= self._row_scale.unsqueeze(-1) * kv.k_scale[k0 + j].view(hk, 1, 1)
-            apply_mask(s, self._rows, i, j, end, lo, hi)
+            apply_mask(s, span, i, i + self._rows, j, end)
             v = by_kv_head(kv.v[keys], hk)
             p = self._probabilities(s)
             self._total += p.sum(-1)

@@ -134,12 +134,13 @@ def _attend_tile(
     high = q_tile.new_full(q_tile.shape[:2], -torch.inf)  # running maximum
     total = torch.zeros_like(high)  # running sum of exp(S - high)
     o = q_tile.new_zeros(*q_tile.shape[:2], v.shape[-1])
-    for q0, _, k0, k1, lo, hi in spans:
-        i = row0 - q0
-        for j, end in _blocks(max(0, i + lo), min(k1 - k0, i + rows + hi)):
+    for span in spans:
+        q0, q1, k0, k1, lo, hi = span
+        i, end_row = row0 - q0, min(row0 + rows, q1) - q0
+        for j, end in _blocks(max(0, max(0, i) + lo), min(k1 - k0, end_row + hi)):
             keys = slice(k0 + j, k0 + end)
             s = (q_tile @ by_kv_head(k[keys], hk).mT).mul_(scale)  # (hk, g * rows, end - j)
-            apply_mask(s, rows, i, j, end, lo, hi)
+            apply_mask(s, span, i, i + rows, j, end)
             new_high = torch.maximum(high, s.amax(-1))
             shift = new_high.masked_fill(new_high == -torch.inf, 0)
             p = s.sub_(shift.unsqueeze(-1)).exp_()
@@ -258,15 +259,16 @@ def attend_backward(
         if dequantised:
             k_tile = k_tile[..., :d] / k_tile[:, :1, d : d + 1]
         dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
-        for q0, q1, k0, _, lo, hi in spans_of(tiling.spans, first_span, num_spans):
-            j = row0 - k0
-            for i, end in _blocks(max(0, j - hi), min(q1 - q0, j + rows - lo)):
+        for span in spans_of(tiling.spans, first_span, num_spans):
+            q0, q1, k0, k1, lo, hi = span
+            j, end_key = row0 - k0, min(row0 + rows, k1) - k0
+            for i, end in _blocks(max(0, max(0, j) - hi), min(q1 - q0, end_key - lo)):
                 m = end - i
                 at = slice(q0 + i, q0 + end)
                 q_block = by_kv_head(q[at], hk)  # (hk, g * m, d)
                 do_block = by_kv_head(dout[at], hk)
                 s = (q_block @ k_tile.mT).mul_(scale)  # (hk, g * m, rows)
-                apply_mask(s, m, i, j, j + rows, lo, hi)
+                apply_mask(s, span, i, end, j, j + rows)
                 p = s.sub_(lse[:, at].reshape(hk, g * m, 1)).exp_()
                 if dequantised:
                     p.clamp_(max=1)  # NaN stays
@@ -313,14 +315,19 @@ def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + BLOCK, end)
 
 
-def apply_mask(s: torch.Tensor, rows: int, i: int, j: int, end: int, lo: int, hi: int) -> None:
-    """Sets S to -inf where row r of [i, i + rows) does not attend to column c of [j, end).
+def apply_mask(s: torch.Tensor, span: Span, i: int, end_row: int, j: int, end: int) -> None:
+    """Sets S to -inf where row r of [i, end_row) does not attend to column c of [j, end).
 
-    s: (hk, g * rows, end - j); unchanged if the whole block lies inside the band.
+    s: (hk, g * rows, end - j); unchanged if the whole block lies inside the band. Rows and columns
+    count from the first ones of the span. One of the two may lie outside of it.
     """
-    if lo <= j - (i + rows - 1) and end - 1 - i <= hi:
+    q0, q1, k0, k1, lo, hi = span
+    clipped = i < 0 or end_row > q1 - q0 or j < 0 or end > k1 - k0
+    if not clipped and lo <= j - (end_row - 1) and end - 1 - i <= hi:
         return
-    r = torch.arange(i, i + rows, dtype=torch.int64, device=s.device).unsqueeze(1)
-    diagonal = torch.arange(j, end, dtype=torch.int64, device=s.device) - r
-    hidden = (diagonal < lo) | (diagonal > hi)
-    s.view(s.shape[0], -1, rows, end - j).masked_fill_(hidden, -torch.inf)
+    r = torch.arange(i, end_row, dtype=torch.int64, device=s.device).unsqueeze(1)
+    c = torch.arange(j, end, dtype=torch.int64, device=s.device)
+    hidden = (c - r < lo) | (c - r > hi)
+    if clipped:
+        hidden |= (r < 0) | (r >= q1 - q0) | (c < 0) | (c >= k1 - k0)
+    s.view(s.shape[0], -1, end_row - i, end - j).masked_fill_(hidden, -torch.inf)

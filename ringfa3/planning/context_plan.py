@@ -25,7 +25,7 @@ from ringfa3.planning.mask_shards import one_sequence, partition_mask
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.placement.hosts import Hosts, find_hosts, warn_of_hosts
 from ringfa3.planning.process_groups import Group, GroupRef, resolve_group, warn_if_alone
-from ringfa3.planning.refinement import plan_mask
+from ringfa3.planning.refinement import clip_launches, plan_mask
 from ringfa3.planning.sharding import Segments, effective_window, pairs_before, partition
 from ringfa3.planning.tile_schedule import MAX_ROWS
 from ringfa3.planning.tiling import Plan
@@ -237,6 +237,7 @@ class ContextPlan(TokenShards):
             hops, exchange = (self.hops, self.kv_exchange) if keys == 1 else self._exchange(keys)
             budget = self.kv_budget and self.kv_budget // keys
             made = LaunchExchange.of(exchange, hops, self.rank, self.hosts, launch, budget)
+            clip_launches(self.mask, hops, made.hops)
             self._launches[key] = made
         return self._launches[key]
 
@@ -373,10 +374,9 @@ def _cached_plan(
             f"cu_seqlens ends at {lengths.sum()}: the limit is 2^31 - 1 tokens; split the batch"
         )
     given = len(hosts), layout, *effective_window(causal, window_size), hosts
+    shards = partition(lengths[:1] if batch else lengths, *given)
     if batch:
-        shards = [s.repeated(len(lengths)) for s in partition(lengths[:1], *given)]
-    else:
-        shards = partition(lengths, *given)
+        shards = [s.repeated(len(lengths)) for s in shards]
     what = lengths, shards, rank, group, hosts, layout, causal, window_size, implicit
     return ContextPlan(*what, kv_budget=kv_budget)
 

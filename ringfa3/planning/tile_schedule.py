@@ -22,6 +22,29 @@ SPAN = np.dtype(
         ("padded_q0", np.int32),  # q0 in padded rows, see `Plan.padded_rows`
     ]
 )
+# Of a plan with clipped spans, whose tiles need not lie inside a span.
+CLIPPED_SPAN = np.dtype(
+    [
+        *SPAN.descr,
+        ("q_end", np.int32),  # the ends of the query and of the key segment
+        ("k_end", np.int32),
+    ]
+)
+# What a forward tile needs of a clipped span that it visits, as in csrc/plan/spans.h.
+VISIT = np.dtype(
+    [
+        ("begin", np.int32),  # columns of the span
+        ("end", np.int32),
+        ("low", np.int32),  # row r of the tile attends to columns [low + r, high + r] of these
+        ("high", np.int32),
+        ("key_row", np.int32),  # the span's first key
+        ("keys", np.int32),  # from there to the end of the segment
+        ("arrival", np.int32),
+        ("first_row", np.int32),  # rows of the tile that are the span's
+        ("end_row", np.int32),  # EVERY_ROW if the last row is one
+    ]
+)
+EVERY_ROW = 1 << 30
 TILE = np.dtype(
     [
         ("row0", np.int32),  # rows [row0, row0+rows): queries forward, keys backward
@@ -47,7 +70,7 @@ class Tiling:
 
     size      rows of a full tile
     tiles     (num_tiles,) TILE
-    spans     (num_spans,) SPAN
+    spans     (num_spans,) SPAN, or CLIPPED_SPAN
     earlier   deterministic backward: (num_spans,) int32, the span of the same query rows whose key
               tiles come right before those of this span in fetch order, -1 for none; else empty
     hop       its number
@@ -65,16 +88,51 @@ class Tiling:
         """As `TileSchedule.tilings`, of this hop alone."""
         return [self]
 
-    def visited_columns(self) -> Ints:
-        """(num_tiles,) columns that each tile of a forward visits."""
+    @property
+    def clips(self) -> bool:
+        """Whether a tile may reach beyond its spans: kernels for clipped spans alone run it."""
+        return self.spans.dtype == CLIPPED_SPAN
+
+    def visits(self, axis: str) -> tuple[Ints, Table, Ints, Ints]:
+        """(tile, span, begin, end) of all visits, in the order of kernels.
+
+        axis: "q" forward, "k" backward: the tile has rows, or keys, [begin, end) of the span.
+        """
         tile = np.repeat(np.arange(len(self.tiles)), self.tiles["num_spans"])
         span = self.spans[concat_ranges(self.tiles["first_span"], self.tiles["num_spans"])]
-        here = self.tiles[tile]
-        i = here["row0"].astype(np.int64) - span["q0"]
+        begin = self.tiles["row0"][tile].astype(np.int64) - span[axis + "0"]
+        end = np.minimum(begin + self.tiles["rows"][tile], span[axis + "1"] - span[axis + "0"])
+        return tile, span, np.maximum(begin, 0), end
+
+    def visited_columns(self) -> Ints:
+        """(num_tiles,) columns that each tile of a forward visits."""
+        tile, span, i, end_row = self.visits("q")
         begin = np.maximum(0, i + span["lo"])
-        end = np.minimum(span["k1"] - span["k0"], i + here["rows"] + span["hi"])
+        end = np.minimum(span["k1"] - span["k0"], end_row + span["hi"])
         columns = np.bincount(tile, np.maximum(0, end - begin), len(self.tiles))
         return columns.astype(np.int64)
+
+    def span_visits(self) -> Table:
+        """(num_spans,) VISIT of a forward with clipped spans, which no tiles share."""
+        tile, span, i, end_row = self.visits("q")
+        table = np.zeros(len(self.spans), VISIT)
+        at = concat_ranges(self.tiles["first_span"], self.tiles["num_spans"])
+        row0 = self.tiles["row0"][tile].astype(np.int64) - span["q0"]
+        last = end_row - row0 == self.tiles["rows"][tile]
+        columns = {
+            "begin": np.maximum(0, i + span["lo"]),
+            "end": np.minimum(span["k1"] - span["k0"], end_row + span["hi"]),
+            "low": row0 + span["lo"],
+            "high": row0 + span["hi"],
+            "key_row": span["k0"],
+            "keys": span["k_end"] - span["k0"],
+            "arrival": span["arrival"],
+            "first_row": i - row0,
+            "end_row": np.where(last, EVERY_ROW, end_row - row0),
+        }
+        for name, column in columns.items():
+            table[name][at] = column
+        return table
 
     def visiting_key_tiles(self, span: int, block: int, tile_m: int) -> tuple[int, int]:
         """Backward: key tiles [first, end) of a span that visit its row block number `block`."""

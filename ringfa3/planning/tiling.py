@@ -15,7 +15,7 @@ hop 0 is its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.sharding import Segments, whole_sequences
 from ringfa3.planning.tile_schedule import (
+    CLIPPED_SPAN,
     FIRST,
     LAST,
     MAX_ROWS,
@@ -39,19 +40,22 @@ from ringfa3.planning.tile_schedule import (
 class Band:
     """Pairs of a query and a key segment, and the band in which queries attend to keys.
 
-    All arrays have one length; lo and hi as in SPAN.
+    All arrays have one length; lo and hi as in SPAN. With `clip` a band covers a part of its
+    segments, and a pair of segments may have several.
     """
 
     query: Ints  # index of the query segment
     key: Ints  # index of the key segment
     lo: Ints
     hi: Ints
+    clip: Ints | None = None  # (n, 4): rows [a, b) of the query segment, keys [c, d) of the other
 
     def __len__(self) -> int:
         return len(self.query)
 
     def take(self, order: Ints) -> Band:
-        return Band(self.query[order], self.key[order], self.lo[order], self.hi[order])
+        clip = None if self.clip is None else self.clip[order]
+        return Band(self.query[order], self.key[order], self.lo[order], self.hi[order], clip)
 
     def columns(self, queries: Segments, keys: Segments, alignment: int) -> tuple[Ints, Ints]:
         """(begin, end) of the columns to which queries attend, within each pair's key segment.
@@ -117,7 +121,8 @@ class Plan:
     ) -> None:
         self.arrival = np.zeros(len(keys), np.int64) if arrival is None else arrival
         key = bands.key
-        order = np.lexsort((keys.position[key], self.arrival[key], bands.query, key_hop[key]))
+        begin = keys.position[key] + (0 if bands.clip is None else bands.clip[:, 2])
+        order = np.lexsort((begin, self.arrival[key], bands.query, key_hop[key]))
         self.queries, self.keys, self.key_hop = queries, keys, key_hop
         self.bands = bands.take(order)
         self.num_hops = num_hops
@@ -125,6 +130,7 @@ class Plan:
         self._single: dict[int, bool] = {}
         self._gathered: list[Plan] = []  # one; if two threads make it, the first
         self._scores: dict[tuple[int, int], int] = {}
+        self._clipped: Plan | None = None
 
     def gathered(self, first_row: Callable[[], Ints]) -> Plan:
         """One forward launch for all hops: K/V of hop t start at row first_row()[t] of one buffer.
@@ -136,8 +142,28 @@ class Plan:
             k, hop = self.keys, self.key_hop
             keys = Segments(k.row + first_row()[hop], k.length, k.sequence, k.position)
             made = Plan(self.queries, keys, np.zeros_like(hop), self.bands, 1, hop)
+            if self._clipped is not None:
+                made.clipped = self._clipped.gathered(first_row)
             self._gathered.append(made)
         return self._gathered[0]
+
+    @property
+    def clipped(self) -> Plan:
+        """The plan of the same tokens with clipped spans, if they save tiles, else this one."""
+        return self._clipped or self
+
+    @clipped.setter
+    def clipped(self, plan: Plan) -> None:
+        self._clipped = None if plan is self else plan  # a cycle would delay the plan's end
+
+    def of_backward(self, precision: str, deterministic: bool) -> Plan:
+        """The plan whose tiles a backward runs: `clipped` in 16 bits with dQ in any order."""
+        return self.clipped if precision == "native" and not deterministic else self
+
+    @property
+    def clips(self) -> bool:
+        """As `Tiling.clips`, of all its tilings."""
+        return self.bands.clip is not None
 
     def padded_rows(self, tile_m: int) -> Ints:
         """(segments + 1,) padded row at which each query segment starts; the last is their total.
@@ -149,13 +175,26 @@ class Plan:
 
     def _spans(self, tile_m: int) -> Table:
         b, q, k = self.bands, self.queries, self.keys
-        spans = np.zeros(len(b), SPAN)
+        spans = np.zeros(len(b), SPAN if b.clip is None else CLIPPED_SPAN)
         spans["q0"], spans["q1"] = q.row[b.query], q.row[b.query] + q.length[b.query]
         spans["k0"], spans["k1"] = k.row[b.key], k.row[b.key] + k.length[b.key]
         spans["lo"], spans["hi"] = b.lo, b.hi
         spans["arrival"] = self.arrival[b.key]
         spans["padded_q0"] = self.padded_rows(tile_m)[b.query]
+        if b.clip is not None:
+            spans["q_end"], spans["k_end"] = spans["q1"], spans["k1"]
+            for axis, (begin, end) in (("q", b.clip.T[:2]), ("k", b.clip.T[2:])):
+                spans[axis + "1"] = spans[axis + "0"] + end
+                spans[axis + "0"] += begin.astype(np.int32)
+            spans["padded_q0"] += b.clip[:, 0].astype(np.int32)
         return spans
+
+    def _rectangles(self, b: Band) -> Ints:
+        """(n, 4): rows [a, b) of its query segment and keys [c, d) of its key segment, by band."""
+        if b.clip is not None:
+            return b.clip
+        zero = np.zeros(len(b), np.int64)
+        return np.stack((zero, self.queries.length[b.query], zero, self.keys.length[b.key]), 1)
 
     def forward(self, tile_m: int) -> list[Tiling]:
         """A tiling for each hop: tiles of `tile_m` query rows, those with most columns first.
@@ -188,6 +227,8 @@ class Plan:
         Tiles with most rows first; with `deterministic` in descending order of their keys, in which
         `Tiling.dq_order` counts the additions to a dQ block.
         """
+        if deterministic and self.clips:
+            raise ValueError("clipped spans have no order of additions to dQ: use ContextPlan.hops")
         key = (tile_n, tile_m, int(deterministic))
         return self._cached(key, lambda: self._backward(tile_n, tile_m, deterministic))
 
@@ -202,10 +243,9 @@ class Plan:
         base = np.cumsum(per_segment) - per_segment
         num_rows = int(per_segment.sum())  # tiles of one hop
         hop = self.key_hop[b.key]
-        first, count, cost = _visits(
-            hop * num_rows + base[b.query],
-            tile_m, b.lo, b.hi, q.length[b.query], self.keys.length[b.key], hops * num_rows,
-        )  # fmt: skip
+        given = hop * num_rows + base[b.query], tile_m, b, self._rectangles(b), hops * num_rows
+        first, count, cost, visits = _visits(*given, share=False)
+        hop = hop[visits]
         active = (count > 0).reshape(hops, num_rows)
         first_hop = active.argmax(axis=0)  # 0 for a fully masked tile: hop 0 stores it
         last_hop = np.where(active.any(axis=0), hops - 1 - active[::-1].argmax(axis=0), 0)
@@ -227,7 +267,7 @@ class Plan:
         tiles = np.zeros(len(fetched), TILE)
         tiles["row0"], tiles["rows"], tiles["padded_row0"] = row0[at], rows[at], at * tile_m
         tiles["num_spans"], tiles["flags"] = count[fetched], flags.ravel()[fetched]
-        spans = self._spans(tile_m)
+        spans = self._spans(tile_m)[visits]
         span_ends = _hop_ends(hop, hops)
         offset = span_ends[fetched_hop]
         tiles["first_span"] = np.where(count[fetched] > 0, first[fetched] - offset, 0)
@@ -241,10 +281,10 @@ class Plan:
         per_segment = -(-k.length // tile_n)
         base = np.cumsum(per_segment) - per_segment
         num_tiles = int(per_segment.sum())  # of all hops
-        first, count, cost = _visits(
-            base[b.key],
-            tile_n, -b.hi, -b.lo, k.length[b.key], self.queries.length[b.query], num_tiles,
-        )  # fmt: skip
+        swapped = replace(b, lo=-b.hi, hi=-b.lo)
+        rectangles = self._rectangles(b)[:, [2, 3, 0, 1]]
+        given = base[b.key], tile_n, swapped, rectangles, num_tiles
+        first, count, cost, visits = _visits(*given, share=True)
         segment = np.repeat(np.arange(len(k)), per_segment)
         start = (np.arange(num_tiles) - base[segment]) * tile_n
         rows = np.minimum(tile_n, k.length[segment] - start)
@@ -254,8 +294,8 @@ class Plan:
         tiles = np.zeros(len(fetched), TILE)
         tiles["row0"] = tiles["padded_row0"] = (k.row[segment] + start)[fetched]
         tiles["rows"], tiles["num_spans"] = rows[fetched], count[fetched]
-        spans = self._spans(tile_m)[order]
-        offset = _hop_ends(self.key_hop[b.key], hops)
+        spans = self._spans(tile_m)[order[visits]]
+        offset = _hop_ends(self.key_hop[b.key[visits]], hops)
         tiles["first_span"] = np.where(count[fetched] > 0, first[fetched] - offset[hop[fetched]], 0)
         earlier = np.zeros(0, np.int32)
         if deterministic:
@@ -291,33 +331,50 @@ def _earlier(hop: Ints, query: Ints, key: Ints, offset: Ints) -> npt.NDArray[np.
 
 
 def _visits(
-    base: Ints, size: int, lo: Ints, hi: Ints, rows: Ints, columns: Ints, num_tiles: int
-) -> tuple[Ints, Ints, Ints]:
+    base: Ints, size: int, bands: Band, rectangles: Ints, num_tiles: int, share: bool
+) -> tuple[Ints, Ints, Ints, Ints | slice]:
     """The spans that each tile of `size` rows visits, and the cost of the tile.
 
     A tile of m rows from row i of a span visits columns [max(0, i+lo), min(columns, i+m+hi)).
 
     Args:
         base: (spans,) number of the first tile of the span's segment.
-        lo, hi, rows, columns: (spans,) band and size of each span.
+        rectangles: (spans, 4) rows of that segment that are the span's, and columns.
+        share: whether neighbours that visit the same clipped spans share the visits.
 
     Returns:
-        (num_tiles,) each: the first span, the number of spans from there on, the columns visited.
+        (num_tiles,) each: the first visit, the number of visits from there on, the columns visited.
+        The span of each visit: all in order, or with `clip` tile by tile, for spans of a tile are
+        no neighbours then.
     """
-    begin = np.maximum(0, -hi // size)
-    end = np.minimum(-(-rows // size), -((lo - columns) // size))
+    before = rectangles[:, 0]
+    rows, columns = np.diff(rectangles, axis=1).T[::2]
+    first_row, last_row = np.maximum(0, -bands.hi), np.minimum(rows, columns - bands.lo)
+    begin, end = (before + first_row) // size, -(-(before + last_row) // size)
     span = np.repeat(np.arange(len(base)), end - begin)
     index = concat_ranges(begin, end - begin)
-    i = index * size
-    m = np.minimum(size, rows[span] - i)
-    visited = np.minimum(columns[span], i + m + hi[span]) - np.maximum(0, i + lo[span])
+    i = index * size - before[span]
+    end_row = np.minimum(i + size, rows[span])
+    i = np.maximum(i, 0)
+    high = np.minimum(columns[span], end_row + bands.hi[span])
+    visited = high - np.maximum(0, i + bands.lo[span])
     tile = base[span] + index
+    cost = np.bincount(tile, visited, num_tiles).astype(np.int64)
+    if bands.clip is not None:
+        opens = np.full(num_tiles + 1, not share)
+        opens[base + begin] = opens[base + end] = True
+        run = np.cumsum(opens) - 1  # of tiles that visit the same spans
+        here = np.maximum(run[base + end] - run[base + begin], 0)
+        in_run = concat_ranges(run[base + begin], here)
+        count = np.bincount(in_run, minlength=num_tiles + 1)
+        visits = np.repeat(np.arange(len(base)), here)[np.argsort(in_run, kind="stable")]
+        first = np.cumsum(count) - count
+        return first[run[:-1]], count[run[:-1]], cost, visits
     first = np.zeros(num_tiles, np.int64)
     last = np.full(num_tiles, -1, np.int64)
     first[tile[::-1]] = span[::-1]  # of several spans the last assignment stays: the lowest
     last[tile] = span
-    cost = np.bincount(tile, visited, num_tiles).astype(np.int64)
-    return first, last - first + 1, cost
+    return first, last - first + 1, cost, slice(None)
 
 
 def plan_local(q_lengths: Ints, k_lengths: Ints, left: int, right: int) -> Plan:

@@ -104,15 +104,12 @@ def split_work(
 
 def visited_blocks(tiling: Tiling, tile_m: int) -> Ints:
     """(num_tiles,) blocks of `tile_m` rows that each key tile visits, for one head."""
-    tiles = tiling.tiles
-    tile = np.repeat(np.arange(len(tiles)), tiles["num_spans"])
-    span = tiling.spans[concat_ranges(tiles["first_span"], tiles["num_spans"])]
-    here = tiles[tile]
-    j = here["row0"].astype(np.int64) - span["k0"]
-    begin = np.maximum(0, j - span["hi"])
-    end = np.minimum(span["q1"] - span["q0"], j + here["rows"] - span["lo"])
+    tile, span, j, end_key = tiling.visits("k")
+    before = span["padded_q0"] % tile_m  # rows of the first block before the span
+    begin = before + np.maximum(0, j - span["hi"])
+    end = before + np.minimum(span["q1"] - span["q0"], end_key - span["lo"])
     blocks = np.where(begin < end, -(-end // tile_m) - begin // tile_m, 0)
-    return np.bincount(tile, blocks, len(tiles)).astype(np.int64)
+    return np.bincount(tile, blocks, len(tiling.tiles)).astype(np.int64)
 
 
 def _cuts(group: int, blocks: int) -> Iterator[tuple[int, int]]:

@@ -194,7 +194,7 @@ def prepare_call(
             if sink:
                 settings = Settings({**settings, "sink": "given"})
             validated = _Validated(settings, settings, mode)
-            _build_kernels(q, plan, direction, precision)
+            _build_kernels(q, plan, direction, precision, deterministic)
             if direction == "forward" and precision != "native":  # the order of V in records
                 kernel = type(select_quantised(q, precision)).__name__
                 settings = Settings({**settings, "8-bit forward": kernel})
@@ -270,14 +270,21 @@ def _validate(
     check_ring_precision(precision, q, v, plan.world, transport)
 
 
-def _build_kernels(q: torch.Tensor, plan: ContextPlan, direction: str, precision: str) -> None:
+def _build_kernels(
+    q: torch.Tensor, plan: ContextPlan, direction: str, precision: str, deterministic: bool
+) -> None:
     """Builds missing kernels while no rank waits in a hop."""
+    ordered = deterministic and direction == "backward"
+    forms = {plan.hops.of_backward(precision, ordered)}
+    if plan.world > 1:
+        forms.add(plan.hops)  # whose unit has the kernels of `select_local_kv`, too
     if precision != "native":
         select_quantised(q, precision)  # also what rounds in a backward
-    elif direction == "forward":
-        select_forward(q, plan.hops)
-    if direction == "backward":
-        select_backward(q, precision)
+    for hops in forms if direction == "backward" or precision == "native" else ():
+        if direction == "forward":
+            select_forward(q, hops)
+        else:
+            select_backward(q, precision, hops.clips)
 
 
 def _settings(

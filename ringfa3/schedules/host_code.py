@@ -38,8 +38,8 @@ def forward_hops(
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of all hops. The sink counts at each row's last hop."""
-    kernel = select_forward(q, call.plan.hops)  # which `prepare_call` has built
-    hops = ring_pass.hops
+    kernel = select_forward(q, call.plan.hops.clipped)  # which `prepare_call` has built
+    hops = ring_pass.hops.clipped
     tilings = hops.forward(kernel.tile_m)
     out = q.new_empty(out_shape(q, v))
     once = hops.single_hop(kernel.tile_m)
@@ -78,9 +78,9 @@ def _backward_hops(
 ) -> BackwardPass:
     """The pass after all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
     dout, dlse, q, k, v, out, lse, sink = inputs
-    kernel = select_backward(q, call.precision)
+    hops = ring_pass.hops.of_backward(call.precision, deterministic)
+    kernel = select_backward(q, call.precision, hops.clips)
     ring_pass.start(k, _padded_v(v, k, call.plan.world))
-    hops = ring_pass.hops
     tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
     heads_of_calls = k.shape[1], ring_pass.first_heads
     backward = kernel.make_pass(

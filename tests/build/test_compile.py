@@ -177,7 +177,8 @@ D64_INT8 = ("forward-d64-bf16-int8", "forward-d64-fp16-int8")
     ("selectors", "names"),
     [
         (["all"], [u.name for u in UNITS if u.direction == "forward"]),
-        (["d128-bf16"], ["forward-d128-bf16", "forward-d128-bf16-fp8", "forward-d128-bf16-int8"]),
+        (["d128-bf16"], [f"forward-d128-bf16{x}" for x in ("", "-fp8", "-int8", "-clips")]),
+        (["d64-clips"], ["forward-d64-bf16-clips", "forward-d64-fp16-clips"]),
         (["forward-d128-bf16"], ["forward-d128-bf16"]),
         (["d64-int8", "forward-d128-bf16"], ["forward-d128-bf16", *D64_INT8]),
         (["d64-fp16-fp8"], ["forward-d64-fp16-fp8"]),

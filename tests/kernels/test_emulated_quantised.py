@@ -87,7 +87,10 @@ def test_a_ring_is_that_of_the_reference(
     """`ring_is_that_of_the_reference`, with the quantisation kernels too."""
     emulated.settings(0)
 
-    def select_unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit:
+    def select_unit(
+        direction: str, q: torch.Tensor, precision: str = "native", clips: bool = False
+    ) -> Unit:
+        assert not clips
         return emulation.unit(direction, q, precision)
 
     monkeypatch.setattr(dispatch, "_select_unit", select_unit)

@@ -21,7 +21,7 @@ def units(direction: str) -> list[object]:
             u, marks=[] if u.name == f"{direction}-d128-bf16" else pytest.mark.soak, id=u.name
         )
         for u in UNITS
-        if (u.direction, u.precision) == (direction, "native")
+        if (u.direction, u.precision, u.clips) == (direction, "native", False)
     ]
 
 

@@ -38,6 +38,8 @@ MIRRORS = (
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 RECORDS = {
     "Span": tile_schedule.SPAN,
+    "ClippedSpan": tile_schedule.CLIPPED_SPAN,
+    "SpanVisit": tile_schedule.VISIT,
     "Tile": tile_schedule.TILE,
     "WorkUnit": work_split.WORK_UNIT,
     "KeyTile": KEY_TILE_RECORD,
@@ -61,16 +63,17 @@ def offsets() -> dict[str, dict[str, int]]:
 def test_fields_are_those_of_the_header_in_order() -> None:
     header = (source_folder() / "params.h").read_text()
     for name, fields in offsets().items():
-        body = re.search(rf"struct {name} {{(.*?)}};", header, re.S)
+        body = re.search(rf"struct {name}(?: : (\w+))? {{(.*?)}};", header, re.S)
         assert body is not None
-        code = re.sub(r"//.*", "", body[1])
+        inherited = [field for field in offsets()[body[1]] if field] if body[1] else []
+        code = re.sub(r"//.*", "", body[2])
         declared = [
             re.search(r"(\w+)(\[\w+\])?$", part.strip())[1]  # type: ignore[index]
             for line in code.split(";")
             if line.strip()
             for part in line.split(",")
         ]
-        assert declared == [field for field in fields if field], name
+        assert inherited + declared == [field for field in fields if field], name
 
 
 @pytest.mark.parametrize("structure", MIRRORS, ids=lambda m: m.__name__)

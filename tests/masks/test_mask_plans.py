@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ringfa3.masks.mask import Mask
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.planning.tile_schedule import Tiling
-from tests.planning.test_tiling import MODES, rectangles, tilings
+from tests.planning.test_tiling import FORMS, MODES, rectangles, tilings
 from tests.support.masks import Union, unions
 from tests.support.strategies import layouts, tiles
 
@@ -28,40 +28,72 @@ def keys_at(plans: list[ContextPlan], rank: int, hop: int) -> np.ndarray:
     return keys[owner.kv_exchange.published][: owner.kv_exchange.visible[owner.rank, hop, 1]]
 
 
-def coverage(plans: list[ContextPlan], mode: str, m: int, n: int) -> np.ndarray:
+def coverage(
+    plans: list[ContextPlan], mode: str, m: int, n: int, clipped: bool = False
+) -> np.ndarray:
     """How often each (query, key) is covered, over all ranks, hops and tiles."""
     count = np.zeros((plans[0].total_tokens, sum(plan.local_keys for plan in plans)), int)
     for plan in plans:
         queries = plan.token_index.numpy()
-        for hop, tiling in enumerate(tilings(plan.hops, mode, m, n)):
-            keys = keys_at(plans, plan.rank, hop)
+        hops = plan.hops.clipped if clipped else plan.hops
+        for hop, tiling in enumerate(tilings(hops, mode, m, n)):
+            keys, visited = keys_at(plans, plan.rank, hop), []
             for tile in tiling.tiles:
+                visited.append(0)
                 for _, rows, columns, allowed in rectangles(tiling, tile, mode):
+                    visited[-1] += int(allowed.any(0).sum())
                     count[np.ix_(queries[rows], keys[columns])] += allowed
+                    assert allowed.any() or not clipped, "a tile visits a span for nothing"
+            if mode == "forward":
+                assert tiling.visited_columns().tolist() == visited
     return count
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "clipped"), FORMS)
 @settings(max_examples=60)
 @given(union=unions(40), world=st.integers(1, 5), layout=layouts, m=tiles, n=tiles)
 def test_every_allowed_pair_is_covered_once_and_no_other(
-    mode: str, union: Union, world: int, layout: str, m: int, n: int
+    mode: str, clipped: bool, union: Union, world: int, layout: str, m: int, n: int
 ) -> None:
     """Reference: the mask, cell by cell, exactly."""
     plans = plans_of(union.mask(), world, layout)
-    np.testing.assert_array_equal(coverage(plans, mode, m, n), union.dense())
+    np.testing.assert_array_equal(coverage(plans, mode, m, n, clipped), union.dense())
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "clipped"), FORMS)
 @settings(max_examples=2000)
 @given(union=unions(40), world=st.integers(1, 5), layout=layouts, m=tiles, n=tiles)
 def test_pairs_of_many_unions(
-    mode: str, union: Union, world: int, layout: str, m: int, n: int
+    mode: str, clipped: bool, union: Union, world: int, layout: str, m: int, n: int
 ) -> None:
     """As above, of 2,000 masks."""
     plans = plans_of(union.mask(), world, layout)
-    np.testing.assert_array_equal(coverage(plans, mode, m, n), union.dense())
+    np.testing.assert_array_equal(coverage(plans, mode, m, n, clipped), union.dense())
+
+
+@settings(max_examples=40)
+@given(union=unions(40), world=st.integers(2, 4), layout=layouts, m=tiles)
+def test_clipped_spans_over_gathered_keys(union: Union, world: int, layout: str, m: int) -> None:
+    """One launch for all hops: every pair once, exactly. Spans wait for the flag of their keys."""
+    plans = plans_of(union.mask(), world, layout)
+    count = np.zeros(union.dense().shape, int)
+    for plan in plans:
+        first, rows = plan.kv_exchange.gathered_layout(plan.rank)
+        keys, flags = np.full((2, rows), -1)
+        for hop in range(world):
+            seen = keys_at(plans, plan.rank, hop)
+            begin = plan.kv_exchange.visible[(plan.rank - hop) % world, hop, 0] if hop else 0
+            there = slice(first[hop] + begin, first[hop] + len(seen))
+            keys[there], flags[there] = seen[begin:], hop
+        clipped = plan.gathered.clipped
+        assert clipped.clips == plan.hops.clipped.clips
+        (tiling,) = clipped.forward(m)
+        for tile in tiling.tiles:
+            for number, of_tile, columns, pairs in rectangles(tiling, tile, "forward"):
+                count[np.ix_(plan.token_index.numpy()[of_tile], keys[columns])] += pairs
+                assert (flags[columns] == tiling.spans[number]["arrival"]).all()
+    np.testing.assert_array_equal(count, union.dense())
 
 
 @settings(max_examples=60)
@@ -113,6 +145,17 @@ def test_refinement_cuts_where_a_rectangle_hides_pairs(
     for mode in MODES:
         covered = coverage(plans_of(mask, 3, "zigzag"), mode, 16, 64)
         np.testing.assert_array_equal(covered, mask.dense())
+
+
+def test_neighbouring_key_tiles_share_the_clipped_spans_that_they_visit() -> None:
+    """A table has few entries for a long prompt: by hand, 1 for its ten tiles, and for the tiles of
+    its responses 2, 3, 2 and 2."""
+    clipped = plan_context(Mask.tree([640] + 6 * [40], [-1] + 6 * [0]), (0, 1)).hops.clipped
+    (tiling,) = clipped.backward(64, 64)
+    tiles = tiling.tiles[np.argsort(tiling.tiles["row0"])]
+    assert tiles["num_spans"].tolist() == [1] * 10 + [2, 3, 2, 2]
+    assert tiles["first_span"].tolist() == [0] * 10 + [1, 3, 6, 8]
+    assert len(tiling.spans) == 10
 
 
 DILATED = [[0, 300, 0, 300, -250, -100], [0, 300, 0, 300, -50, -20], [0, 300, 0, 300, 7, 40]]

@@ -27,36 +27,65 @@ auto with_size(int size, F const& f) {
   std::abort();
 }
 
+// Calls `f` with the spans in their own type.
+template <class F>
+auto with_spans(int clips, void const* spans, F const& f) {
+  return clips ? f(static_cast<ClippedSpan const*>(spans)) : f(static_cast<Span const*>(spans));
+}
+
 }  // namespace
 
 extern "C" {
 
 // (span, block, blocks left) of the row blocks of a work unit; returns how many there are. Ends
 // with the tile's last span, which the kernel does not know.
-int row_blocks(int m, WorkUnit const* unit, Span const* spans, int num_spans, int32_t* out) {
+int row_blocks(int clips, int m, WorkUnit const* unit, void const* table, int num_spans,
+               int32_t* out) {
   int count = 0;
-  with_size(m, [&](auto size) {
-    for (RowBlockIterator<size()> at(*unit); at.left > 0; at.next_span()) {
-      if (at.index == unit->first_span + num_spans) return;
-      for (at.begin_span(*unit, spans[at.index]); at.in_span(); at.next()) {
-        out[3 * count] = at.index, out[3 * count + 1] = at.block, out[3 * count + 2] = at.left;
-        ++count;
+  with_spans(clips, table, [&](auto spans) {
+    with_size(m, [&](auto size) {
+      for (RowBlockIterator<size()> at(*unit); at.left > 0; at.next_span()) {
+        if (at.index == unit->first_span + num_spans) return;
+        for (at.begin_span(*unit, spans[at.index]); at.in_span(); at.next()) {
+          out[3 * count] = at.index, out[3 * count + 1] = at.block, out[3 * count + 2] = at.left;
+          ++count;
+        }
       }
-    }
+    });
   });
   return count;
 }
 
 // The row blocks that a unit's tile visits in spans [first_span, first_span + num_spans).
-int visited_blocks(int m, WorkUnit const* unit, Span const* spans, int num_spans) {
-  return with_size(m, [&](auto size) {
-    int count = 0;
-    for (int i = unit->first_span; i < unit->first_span + num_spans; ++i) {
-      Range const range = row_block_range<size()>(*unit, spans[i]);
-      count += range.end - range.begin;
-    }
-    return count;
+int visited_blocks(int clips, int m, WorkUnit const* unit, void const* table, int num_spans) {
+  return with_spans(clips, table, [&](auto spans) {
+    return with_size(m, [&](auto size) {
+      int count = 0;
+      for (int i = unit->first_span; i < unit->first_span + num_spans; ++i) {
+        Range const range = row_block_range<size()>(*unit, spans[i]);
+        count += range.end - range.begin;
+      }
+      return count;
+    });
   });
+}
+
+// (token, rows, low, high, first row, end row, first key, end key, masked) of a row block of a
+// clipped span, for keys [key_row, key_row + keys).
+void clipped_block(int m, int n, ClippedSpan const* span, int number, int key_row, int keys,
+                   int32_t* out) {
+  struct {
+    int32_t token, rows, low, high, first_row, end_row, first_key, end_key;
+    int32_t key_row, keys;
+  } b{};
+  b.key_row = key_row, b.keys = keys;
+  bool const masked = with_size(m, [&](auto rows) {
+    return with_size(
+        n, [&](auto columns) { return decode_clipped_block<rows(), columns()>(*span, number, b); });
+  });
+  int32_t const row[] = {b.token,   b.rows,      b.low,     b.high, b.first_row,
+                         b.end_row, b.first_key, b.end_key, masked};
+  for (int32_t x : row) *out++ = x;
 }
 
 int dq_order(int m, int n, Span const* spans, int32_t const* earlier, int span, int token,
@@ -68,26 +97,40 @@ int dq_order(int m, int n, Span const* spans, int32_t const* earlier, int span, 
   });
 }
 
-// (span, first column, end, low, high, unmasked, own rows) of the blocks of a forward tile, as
-// `apply_mask` and the consumer see them; returns how many there are.
-int key_blocks(int n, int on_grid, Tile const* tile, Span const* spans, int32_t* out) {
-  WorkItem work{};
+// (span, first column, end, low, high, unmasked, own rows, first row, end row) of the blocks of a
+// forward tile, as `apply_mask` and the consumer see them; returns how many there are. form: 1 on
+// the grid, 2 clipped spans, with a table of visits.
+int key_blocks(int n, int form, Tile const* tile, void const* table, int32_t* out) {
+  bool const clips = form == 2;
+  ClippedWorkItem work{};
   work.tile = *tile;
   for (int i = 0; i < min(tile->num_spans, kDecodedSpans); ++i) {
-    work.spans[i] = SpanColumns(*tile, spans[tile->first_span + i]);
+    int const at = tile->first_span + i;
+    if (clips) {
+      auto const& visit = static_cast<SpanVisit const*>(table)[at];
+      work.spans[i] = SpanColumns(*tile, visit), work.span_rows[i] = SpanRows(visit);
+    } else {
+      work.spans[i] = SpanColumns(*tile, static_cast<Span const*>(table)[at]);
+    }
   }
   auto list = [&](auto block) {
     int count = 0, unmasked = 0;
     while (block.next()) {
       SpanColumns const c = block.columns();
       if (unmasked == 0) unmasked = block.unmasked_blocks();
+      int32_t first_row = 0, end_row = SpanRows::kEveryRow;
+      if constexpr (decltype(block)::kClips) {
+        first_row = block.rows().begin, end_row = block.rows().end;
+      }
       int32_t const row[] = {tile->first_span + block.index,
                              block.start,
                              block.end,
                              c.low,
                              c.high,
                              unmasked > 0,
-                             block.valid_rows()};
+                             block.valid_rows(),
+                             first_row,
+                             end_row};
       for (int32_t x : row) *out++ = x;
       unmasked = max(0, unmasked - 1);
       ++count;
@@ -95,9 +138,11 @@ int key_blocks(int n, int on_grid, Tile const* tile, Span const* spans, int32_t*
     }
     return count;
   };
+  auto const* const spans = static_cast<Span const*>(table);
   return with_size(n, [&](auto size) {
-    return on_grid ? list(BlockIterator<size(), true>(work, spans))
-                   : list(BlockIterator<size()>(work, spans));
+    return clips       ? list(BlockIterator<size(), false, true>(work, spans))
+           : form == 1 ? list(BlockIterator<size(), true>(work, spans))
+                       : list(BlockIterator<size()>(work, spans));
   });
 }
 

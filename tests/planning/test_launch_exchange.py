@@ -17,7 +17,7 @@ from ringfa3.planning.exchange.launches import launch_of_step
 from ringfa3.planning.kv_exchange import plan_ring
 from ringfa3.planning.sharding import Segments
 from ringfa3.planning.tile_schedule import concat_ranges, join_ranges
-from tests.planning.test_tiling import MODES, rectangles, tilings
+from tests.planning.test_tiling import FORMS, WHOLE, rectangles, tilings
 from tests.support.dense import mask
 from tests.support.masks import Union, unions
 from tests.support.strategies import Case, cases, layouts, tiles
@@ -61,10 +61,16 @@ def launch_keys(plans: list[ContextPlan], rank: int) -> list[np.ndarray]:
     return keys
 
 
-def check_exchange(plans: list[ContextPlan], allowed: np.ndarray, m: int, n: int) -> None:
+def check_exchange(
+    plans: list[ContextPlan],
+    allowed: np.ndarray,
+    m: int,
+    n: int,
+    forms: tuple[tuple[str, bool], ...] = WHOLE,
+) -> None:
     """allowed: (all queries, all keys)."""
     world = len(plans)
-    covered = {mode: np.zeros(allowed.shape, int) for mode in MODES}
+    covered = {form: np.zeros(allowed.shape, int) for form in forms}
     for plan in plans:
         sent = sent_rows(plan.by_messages().direct, plan.local_keys, world)
         for peer in plans:
@@ -74,15 +80,16 @@ def check_exchange(plans: list[ContextPlan], allowed: np.ndarray, m: int, n: int
     for plan in plans:
         keys = launch_keys(plans, plan.rank)
         queries = plan.token_index.numpy()
-        for mode in MODES:
-            launches = tilings(plan.by_messages().hops, mode, m, n)
+        for mode, clipped in forms:
+            hops = plan.by_messages().hops
+            launches = tilings(hops.clipped if clipped else hops, mode, m, n)
             for tiling, here in zip(launches, keys, strict=True):
                 stored = np.zeros(len(here), int)
                 for tile in tiling.tiles:
                     if mode != "forward":
                         stored[tile["row0"] :][: tile["rows"]] += 1
                     for _, rows, columns, pairs in rectangles(tiling, tile, mode):
-                        covered[mode][np.ix_(queries[rows], here[columns])] += pairs
+                        covered[mode, clipped][np.ix_(queries[rows], here[columns])] += pairs
                 assert mode == "forward" or (stored == 1).all(), "dK/dV are stored once"
     for count in covered.values():
         np.testing.assert_array_equal(count, allowed)
@@ -99,9 +106,9 @@ def test_documents_and_windows(case: Case, world: int, m: int, n: int) -> None:
 @settings(max_examples=60)
 @given(union=unions(40), world=WORLDS, layout=layouts, m=tiles, n=tiles)
 def test_masks(union: Union, world: int, layout: str, m: int, n: int) -> None:
-    """Random masks, also of other keys than queries, exactly, as above."""
+    """Random masks, also of other keys than queries, exactly, as above; with clipped spans, too."""
     plans = [plan_context(union.mask(), (rank, world), layout) for rank in range(world)]
-    check_exchange(plans, union.dense(), m, n)
+    check_exchange(plans, union.dense(), m, n, FORMS)
 
 
 @given(case=cases, world=WORLDS, keys=tiles)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ringfa3 import host, plan_context, ring_attn_func
+from ringfa3 import Mask, host, plan_context, ring_attn_func
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan
@@ -19,9 +19,10 @@ from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import equal
 
 LENGTHS = [0, 70, 71, 200]
+CLIPPED = Mask.documents(LENGTHS).with_bidirectional([80, 100, 120], [90, 110, 130])
 
 
-def one_rank(cu_seqlens: list[int]) -> ContextPlan:
+def one_rank(cu_seqlens: list[int] | Mask) -> ContextPlan:
     return plan_context(cu_seqlens, (0, 1))
 
 
@@ -39,10 +40,15 @@ def step(plan: ContextPlan, sink: bool) -> list[torch.Tensor]:
     return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, grads)]
 
 
-@pytest.mark.parametrize("sink", [False, True])
-def test_later_calls_run_without_python(kernels: FakeKernels, sink: bool) -> None:
+@pytest.mark.parametrize(
+    ("given", "sink"), [(LENGTHS, False), (LENGTHS, True), (CLIPPED, False)], ids=str
+)
+def test_later_calls_run_without_python(
+    kernels: FakeKernels, given: list[int] | Mask, sink: bool
+) -> None:
     """Launches are those of Python, in its order; results are its bits."""
-    plan = one_rank(LENGTHS)
+    plan = one_rank(given)
+    assert plan.hops.clipped.clips == (given is CLIPPED)
     host.select("python")
     kernels.take()
     wanted = step(plan, sink)

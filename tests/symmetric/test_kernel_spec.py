@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringfa3 import KernelSpec, RingFA3Attention, host, plan_context
+from ringfa3 import KernelSpec, Mask, RingFA3Attention, host, plan_context
 from ringfa3.kernels import backward, forward
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning import context_plan
@@ -30,19 +30,21 @@ from tests.support.host_calls import equal
 from tests.symmetric.test_ring_program import SCALE, Rank, on_ranks
 
 CU_SEQLENS = [0, 30, 41, 130]
+CLIPPED = Mask.documents(CU_SEQLENS).with_bidirectional([50, 70, 90], [60, 80, 100])
+Given = list[int] | Mask
 
 
-def sent(spec: KernelSpec, rank: int, world: int) -> ContextPlan:
+def sent(spec: KernelSpec, rank: int, world: int, given: Given = CU_SEQLENS) -> ContextPlan:
     """A prepared plan as another process sends it: it shares no object with plans of this one."""
-    made = plain(rank, world)
+    made = plain(rank, world, given)
     spec.prepare(made)
     plan: ContextPlan = pickle.loads(pickle.dumps(made))
     return plan
 
 
-def plain(rank: int, world: int) -> ContextPlan:
+def plain(rank: int, world: int, given: Given = CU_SEQLENS) -> ContextPlan:
     """A further plan, which no loader has prepared."""
-    plan: ContextPlan = pickle.loads(pickle.dumps(plan_context(CU_SEQLENS, (rank, world))))
+    plan: ContextPlan = pickle.loads(pickle.dumps(plan_context(given, (rank, world))))
     plan.prepared.clear()
     return plan
 
@@ -67,8 +69,7 @@ def test_a_worker_needs_no_gpu() -> None:
     plan = pickle.loads(pickle.dumps(plan_context(CU_SEQLENS, (1, 3), prepare=[spec])))
     codes = list(plan.prepared.values())
     assert len(codes) == 2
-    units = {x[1].name for code in codes for x in code.symbols if x[0] == "entry"}
-    assert units >= {"backward-d128-fp16"}
+    assert units_of(plan) >= {"backward-d128-fp16"}
     assert all(len(code.tables) for code in codes)
     assert plan.hops._tilings
     assert "digest" in vars(plan)
@@ -85,17 +86,26 @@ def same_as_built(prepared: list[EncodedSchedule], built: list[EncodedSchedule])
             np.testing.assert_array_equal(a.copy.host.packed.data, b.copy.host.packed.data)
 
 
-@pytest.mark.parametrize("sink", [False, True])
-def test_a_call_of_one_rank_builds_nothing(kernels: FakeKernels, sink: bool) -> None:
+def units_of(plan: ContextPlan) -> set[str]:
+    """The names of the units that prepared calls launch."""
+    codes = plan.prepared.values()
+    return {x[1].name for code in codes for x in code.symbols if x[0] == "entry"}
+
+
+@pytest.mark.parametrize(
+    ("given", "sink"), [(CU_SEQLENS, False), (CU_SEQLENS, True), (CLIPPED, False)]
+)
+def test_a_call_of_one_rank_builds_nothing(kernels: FakeKernels, given: Given, sink: bool) -> None:
     """Words, tables and results are those of a plan that nobody prepared."""
     spec = KernelSpec(4, 2, 64, num_sms=SMS, lse_gradient=True, sink=sink)
     kernels.take()
     with mock.patch.object(host, "link", wraps=link.link) as linked:
-        wanted = step(plain(0, 1), sink)
+        wanted = step(plain(0, 1, given), sink)
     found = [given.args[1] for given in linked.call_args_list]
     launched = [x.name for x in kernels.take()]
     with builds() as built:
-        plan = sent(spec, 0, 1)
+        plan = sent(spec, 0, 1, given)
+        assert (given is CLIPPED) == ("forward-d64-bf16-clips" in units_of(plan))
         assert all(map(equal, step(plan, sink), wanted))
         same_as_built(list(plan.prepared.values()), found)
         assert not built
@@ -106,8 +116,10 @@ def test_a_call_of_one_rank_builds_nothing(kernels: FakeKernels, sink: bool) -> 
         assert link.schedules_built() == before + 2
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_call_of_several_ranks_builds_nothing(kernels: FakeKernels, world: int) -> None:
+@pytest.mark.parametrize(("given", "world"), [(CU_SEQLENS, 2), (CU_SEQLENS, 3), (CLIPPED, 2)])
+def test_a_call_of_several_ranks_builds_nothing(
+    kernels: FakeKernels, given: Given, world: int
+) -> None:
     """Both parities, every driver call, launch and result as of a plan that nobody prepared."""
     spec = KernelSpec(4, 2, 64, num_sms=SMS, softmax_scale=SCALE, sink=world > 2)
 
@@ -115,15 +127,16 @@ def test_a_call_of_several_ranks_builds_nothing(kernels: FakeKernels, world: int
         rank.grow()
         choose("cpp")
         me = rank.group.rank
-        unprepared = plain(me, world)
-        (mode,) = {x[0] for x in sent(spec, me, world).prepared} - {"backward"}
+        unprepared = plain(me, world, given)
+        (mode,) = {x[0] for x in sent(spec, me, world, given).prepared} - {"backward"}
         types = [mode] * 2 + (["backward"] * 2 if world == 2 else [])
         for pass_type in types:  # room in the shared memory
-            rank.call(pass_type, 1, plain(me, world))
+            rank.call(pass_type, 1, plain(me, world, given))
         wanted = [rank.call(pass_type, 1, unprepared) for pass_type in types]
         before = built.count(threading.get_ident())
         assert before >= 1
-        plan = sent(spec, me, world)
+        plan = sent(spec, me, world, given)
+        assert (given is CLIPPED) == ("forward-d64-bf16-clips" in units_of(plan))
         for pass_type, (log, results) in zip(types, wanted, strict=True):
             found = rank.call(pass_type, 1, plan)
             assert found[0] == log

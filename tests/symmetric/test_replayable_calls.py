@@ -99,7 +99,7 @@ def ops_of() -> Iterator[dict[int, OpRank]]:
 
 
 def on_op_ranks(
-    kernels: FakeKernels, world: int, work: Callable[[OpRank, Any], Any], documents: bool = False
+    kernels: FakeKernels, world: int, work: Callable[[OpRank, Any], Any], form: str = "full"
 ) -> list[Any]:
     def enter(rank: Rank, choose: Callable[[str], None]) -> Any:
         mine = ranks[threading.get_ident()] = OpRank(rank)
@@ -107,16 +107,18 @@ def on_op_ranks(
         return work(mine, choose)
 
     with ops_of() as ranks:
-        return on_ranks(kernels, world, enter, documents)
+        return on_ranks(kernels, world, enter, form)
 
 
 def same(found: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]) -> bool:
     return all(all(map(equal, x, y)) for x, y in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize(("world", "documents"), [(2, False), (3, False), (4, False), (2, True)])
+@pytest.mark.parametrize(
+    ("world", "form"), [(2, "full"), (3, "full"), (4, "full"), (2, "documents")]
+)
 def test_a_call_that_begins_again_does_what_python_does(
-    kernels: FakeKernels, world: int, documents: bool
+    kernels: FakeKernels, world: int, form: str
 ) -> None:
     """Driver calls, memory operations, launches, waits and results, as in `test_ring_program`."""
     steps = 2 * (OWN_TURNS + 2)  # of both parities
@@ -141,7 +143,7 @@ def test_a_call_that_begins_again_does_what_python_does(
             assert (cpp[:2], cpp[3]) == (python[:2], python[3])
             assert all(map(equal, cpp[4], python[4])), f"{cpp[:2]}"
 
-    on_op_ranks(kernels, world, work, documents)
+    on_op_ranks(kernels, world, work, form)
 
 
 def strided(name: str) -> Change:

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ringfa3 import host
+from ringfa3 import Mask, host
 from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.ring.op import run_backward, run_forward
@@ -40,21 +40,26 @@ Call = tuple[list[Entry], list[torch.Tensor]]  # log and results
 class Rank:
     """One rank of a ring, and the calls that it makes."""
 
-    def __init__(
-        self, group: FakeGroup, cuda: LoggedCuda, tokens: int, documents: bool = False
-    ) -> None:
-        """documents: causal, of which ranks publish rows that do not follow each other."""
+    def __init__(self, group: FakeGroup, cuda: LoggedCuda, tokens: int, form: str = "full") -> None:
+        """form: of plans. "documents": causal, of which ranks publish rows that do not follow each
+        other; "clipped": the same with images."""
         backend = open_backend(group, CPU)  # type: ignore[arg-type]
         assert isinstance(backend, SymmetricBackend), backend
         self.group, self.cuda, self.backend = group, cuda, backend
-        self.documents = documents
+        self.form = form
         self.plan = self.new_plan(tokens)
 
     def new_plan(self, tokens: int) -> ContextPlan:
         placed = self.group.rank, self.group.world
         end = tokens * self.group.world
-        middle = [7 * end // 24, 10 * end // 24] if self.documents else []
-        return plan_context([0, *middle, end], placed, causal=self.documents)
+        if self.form == "full":
+            return plan_context([0, end], placed, causal=False)
+        documents = [0, 7 * end // 24, 10 * end // 24, end]
+        if self.form == "documents":
+            return plan_context(documents, placed)
+        images = [x * end // 24 for x in (1, 3, 12, 15, 18)]
+        mask = Mask.documents(documents).with_bidirectional(images, [x + 2 for x in images])
+        return plan_context(mask, placed)
 
     def inputs(self, seed: int, plan: ContextPlan) -> list[torch.Tensor]:
         """q, k, v, dout, out and LSE."""
@@ -108,7 +113,7 @@ def on_ranks(
     kernels: FakeKernels,
     world: int,
     work: Callable[[Rank, Any], Any],
-    documents: bool = False,
+    form: str = "full",
 ) -> list[Any]:
     """Runs work(rank, choose) on ranks; choose(host) makes all of them choose it."""
     ranks = Ranks(world, seed=world)
@@ -124,7 +129,7 @@ def on_ranks(
             meet.wait()
 
         choose("python")
-        rank = Rank(group, cuda, 24, documents)
+        rank = Rank(group, cuda, 24, form)
         try:
             return work(rank, choose)
         finally:
@@ -159,16 +164,18 @@ def test_ranks_without_tokens_have_empty_results(kernels: FakeKernels, world: in
     assert sorted(on_ranks(kernels, world, work)) == [*[0] * (world - 1), 1]
 
 
-@pytest.mark.parametrize(("world", "documents"), [(2, False), (3, False), (4, False), (2, True)])
-def test_a_replayed_call_does_what_python_does(
-    kernels: FakeKernels, world: int, documents: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("world", "form"),
+    [(2, "full"), (3, "full"), (4, "full"), (2, "documents"), (2, "clipped")],
+)
+def test_a_replayed_call_does_what_python_does(kernels: FakeKernels, world: int, form: str) -> None:
     """Each driver call with its words, memory operation, launch and tensor operation in its order,
     the waits that are posted and counted, and results bit for bit; both parities, several calls."""
     steps = 4  # two of each parity: the first one builds the program
 
     def work(rank: Rank, choose: Callable[[str], None]) -> None:
         made: dict[str, list[Any]] = {}
+        assert rank.plan.hops.clipped.clips == (form == "clipped")
         rank.grow()
         for which in host.HOSTS:
             choose(which)
@@ -190,7 +197,7 @@ def test_a_replayed_call_does_what_python_does(
         assert ("add_returns" in done) == (world > 3)
 
     with replays() as counts:
-        on_ranks(kernels, world, work, documents)
+        on_ranks(kernels, world, work, form)
     assert list(counts.values()) == [3 * steps] * world
 
 

@@ -1,0 +1,86 @@
+"""Kernels under masks with clipped spans, emulated on the CPU: `make kernels` runs it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ringfa3 import flash_attn_mask_func, plan_context
+from ringfa3.build.units import select_units
+from ringfa3.kernels import forward
+from ringfa3.kernels.backward import BackwardPass
+from tests.support.dense import gradients
+from tests.support.emulation import EAGERNESS, Machine, draws
+from tests.support.mask_checks import dense_results, dsink_size, given_of, hold_gate
+from tests.support.masks import Union, random_union
+
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(900)]
+
+# CI has one head dim; `-m soak` runs the others.
+SHAPES = [(torch.bfloat16, 128)] + [
+    pytest.param(dtype, d, marks=pytest.mark.soak)
+    for dtype in (torch.bfloat16, torch.float16)
+    for d in (64, 128, 256)
+    if (dtype, d) != (torch.bfloat16, 128)
+]
+# A causal document with an image; padding; a document that begins inside a tile, of which some rows
+# attend to nine short runs of the first: more spans than a work item holds.
+LINKS = Union(
+    220,
+    220,
+    [
+        ("|", (0, 90, 0, 90, -220, 0)),
+        ("|", (50, 80, 50, 80, -220, 220)),
+        ("|", (100, 220, 100, 220, -220, 0)),
+        *(("|", (190, 215, a, a + 3, -220, 220)) for a in range(20, 74, 6)),
+    ],
+)
+
+
+@pytest.mark.parametrize(("dtype", "d"), SHAPES)
+@pytest.mark.parametrize("cases", draws(1, 24), ids=str)
+def test_masks_hold_the_gate(emulated: Machine, dtype: torch.dtype, d: int, cases: range) -> None:
+    """`hold_gate` of out, LSE and gradients of all inputs: `LINKS`, and random masks. NaN of
+    padding reaches nothing.
+    """
+    clipped = 0
+    for case in cases:
+        rng = random.Random(1000 * d + case)
+        union = random_union(rng, 300, cross=case % 4 == 3) if case else LINKS
+        torch.manual_seed(case)
+        given = given_of(union, 2, 1, d, dtype, case % 3 == 2, "cpu")
+        if not union.q_tokens or not union.k_tokens:
+            continue
+        mask = union.mask()
+        plan = plan_context(mask, (0, 1)).hops.clipped
+        clipped += plan.clips
+        assert case or plan.forward(128)[0].tiles["num_spans"].max() > 8
+        emulated.settings(case, EAGERNESS[case % 4])
+        inputs = [x.clone() for x in given[0]]
+        for x in inputs[:3] if union is LINKS else ():
+            x[90:100] = torch.nan
+        leaves = [x.requires_grad_() for x in inputs]
+        sink = leaves[3] if len(leaves) > 3 else None
+        outputs = flash_attn_mask_func(*leaves[:3], mask, sink=sink, return_lse=True)
+        assert isinstance(outputs, tuple)
+        got = [*outputs, *gradients(leaves, outputs, *given[1:])]
+        plain, exact = (dense_results(union, given, x) for x in (dtype, torch.float64))
+        hold_gate(got, plain, exact, dsink_size(exact, given), f"case {case}: {union}")
+    assert clipped
+
+
+def test_kernels_of_whole_spans_refuse_clipped_ones(emulated: Machine) -> None:
+    """And the reverse: the layouts of spans differ."""
+    emulated.settings(0)
+    hops = plan_context(LINKS.mask(), (0, 1)).hops
+    (q, k, v), dout, dlse = given_of(LINKS, 2, 1, 128, torch.bfloat16, False, "cpu")
+    for plan, name in ((hops.clipped, "backward-d128-bf16"), (hops, "backward-d128-bf16-clips")):
+        (unit,) = select_units([name])
+        with pytest.raises(ValueError, match="select the kernel for this plan"):
+            BackwardPass(unit, dout, dlse, q, dout, dlse, plan, 1.0, False, 1)
+        (unit,) = select_units([name.replace("backward", "forward")])
+        tiling = plan.forward(unit.tile_m)[0]
+        with pytest.raises(ValueError, match="select the kernel for this plan"):
+            forward.attend(unit, q, k, v, tiling, 1.0, dout, dout, dlse)
