@@ -255,7 +255,7 @@ class Plan:
         flags[last_hop, tile] |= LAST
 
         (fetched,) = np.nonzero((count > 0) | (flags.ravel() > 0))
-        waits = np.concatenate(([0], np.cumsum(self.arrival[b.key] > 0)))
+        waits = np.concatenate(([0], np.cumsum(self.arrival[b.key[visits]] > 0)))
         waiting = (waits[first + count] > waits[first])[fetched]
         turn = _turns(waiting, cost[fetched])
         fetched = fetched[np.lexsort((-cost[fetched], turn, fetched // max(num_rows, 1)))]

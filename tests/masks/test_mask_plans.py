@@ -96,6 +96,19 @@ def test_clipped_spans_over_gathered_keys(union: Union, world: int, layout: str,
     np.testing.assert_array_equal(count, union.dense())
 
 
+def test_clipped_tiles_that_wait_for_keys_are_fetched_together() -> None:
+    """More visits than bands: a tile waits if one of the spans that it visits does. Exactly."""
+    mask = Mask.documents(800).with_bidirectional([50, 500], [90, 540])
+    clipped = plan_context(mask, (0, 2)).gathered.clipped
+    (tiling,) = clipped.forward(16)
+    assert len(tiling.spans) > len(clipped.bands)
+    parts = zip(tiling.tiles["first_span"], tiling.tiles["num_spans"], strict=True)
+    waits = [bool(tiling.spans["arrival"][i : i + n].any()) for i, n in parts]
+    assert any(waits)
+    assert not waits[0]
+    assert np.count_nonzero(np.diff(waits)) <= 2
+
+
 @settings(max_examples=60)
 @given(union=unions(40), world=st.integers(1, 4), m=tiles, n=st.sampled_from([64, 80, 128]))
 def test_turns_of_a_dq_block_count_the_tiles_that_add_before(
