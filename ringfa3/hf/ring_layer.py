@@ -24,8 +24,8 @@ from ringfa3.hf.checks import (
     uncounted,
 )
 from ringfa3.hf.documents import begins_of, documents_of
-from ringfa3.hf.gated_delta_net import let_run
 from ringfa3.hf.masks import Mask
+from ringfa3.hf.models.gated_delta_net import let_run
 from ringfa3.hf.probe import FAILURES, Probe, check_model
 from ringfa3.hf.router_loss import asks_for_router_logits, carry_plan, let_balance
 from ringfa3.masks.mask import Mask as SpanMask
