@@ -57,7 +57,7 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(model, *inputs, **keywords)
         if not probed:
             check_call(model, inputs, keywords)
-        with on_own_tokens(model, keywords) as given:
+        with on_own_tokens(model, inputs, keywords) as given:
             outputs = call(model, *inputs, **given)
         if plan is not None and not probed:
             carry_plan(outputs, plan)

@@ -21,6 +21,7 @@ from tests.support.double import in_double, recomputed_in_double
 from tests.support.encoder_decoders import model_of, new_model
 from tests.support.hf_models import Results, backward, difference, tokens, worst_difference
 from tests.support.hf_models import model_of as causal_model
+from tests.support.markdown import ROOT, blocks
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -129,6 +130,26 @@ def test_padding_may_stay_where_it_is() -> None:
     logits = model(input_ids=ids.view(1, -1), **given).logits
     made = backward(model, logits[:, shown.flatten().bool()])
     assert worst_difference(made, eager(BART_NAME)) <= BOUND
+
+
+def test_the_loss_of_the_page_is_the_models_own() -> None:
+    """docs/huggingface.md, a padded batch on one device: loss and gradients of eager attention."""
+    ids, mask = padded(IDS, SOURCE)
+    target, shown = padded(TARGET_IDS, TARGET)
+    labels = padded(tokens(16, seed=2), TARGET)[0].masked_fill(shown == 0, -100)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    batch["decoder_input_ids"] = target
+    page: dict[str, Any] = {"plan_context": plan_context, "F": torch.nn.functional}
+    (code,) = (x for _, x in blocks(ROOT / "docs" / "huggingface.md") if "share_of_loss" in x)
+    exec(compile(code, "huggingface.md", "exec"), page)
+    model, reference = model_of(BART_NAME, "ringfa3"), model_of(BART_NAME, "eager")
+    loss, expected = page["share_of_loss"](model, batch), reference(**batch).loss
+    results = []
+    for of, x in ((model, loss), (reference, expected)):
+        of.zero_grad()
+        x.backward()
+        results.append((x.detach(), {n: p.grad for n, p in of.named_parameters()}))
+    assert worst_difference(*results) <= BOUND
 
 
 @pytest.mark.soak

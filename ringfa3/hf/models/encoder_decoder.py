@@ -49,7 +49,9 @@ def plan_of_layer(module: torch.nn.Module, plan: Any, mask: object) -> Any:
 
 
 @contextmanager
-def on_own_tokens(model: torch.nn.Module, keywords: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def on_own_tokens(
+    model: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     """The keywords of a call; of a part of an encoder-decoder with its own plan and positions."""
     plan = keywords.get("ringfa3_plan")
     if not is_cross(plan) or takes(model, DECODER_IDS):
@@ -57,7 +59,8 @@ def on_own_tokens(model: torch.nn.Module, keywords: dict[str, Any]) -> Iterator[
         return
     decodes = takes(model, "encoder_hidden_states")
     own = plan.query_plan if decodes else plan.key_plan  # type: ignore[union-attr]
-    positions = own.positions.to(next(model.parameters()).device)
+    tensors = (x for x in (*inputs, *keywords.values()) if isinstance(x, torch.Tensor))
+    positions = own.positions.to(next(tensors).device)
     given = keywords | {"ringfa3_plan": plan if decodes else own}
     if takes(model, "position_ids") and keywords.get("position_ids") is None:
         given["position_ids"] = positions[None]
