@@ -17,6 +17,8 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from ringfa3 import ContextPlan, Mask, keep_attention, plan_context
+from ringfa3.hf.attention import attention_forward
+from ringfa3.hf.masks import Mask as ModelMask
 from tests.support.double import in_double, recomputed_in_double
 from tests.support.encoder_decoders import model_of, new_model
 from tests.support.hf_models import Results, backward, difference, tokens, worst_difference
@@ -226,6 +228,34 @@ def test_parts_run_with_the_whole_model_alone() -> None:
         model.get_encoder()(**alone, ringfa3_plan=source)
     with pytest.raises(ValueError, match="of which LlamaForCausalLM is at most a part"):
         causal_model("llama", "ringfa3")(**alone, ringfa3_plan=plan, use_cache=False)
+
+
+HIDDEN = torch.arange(30)[None] > 2
+LAYERS: list[tuple[dict[str, Any], int, str]] = [  # fields of the mask, keys, what is raised
+    ({"padding": HIDDEN}, 30, "attention_mask hides keys of Module: a ring takes no padding"),
+    ({"left": 3, "right": 3}, 30, "attention_mask hides keys of Module"),
+    ({"problem": ValueError("mask_function=f")}, 30, "mask_function=f"),
+    ({}, 29, "cross-attention has 29 keys, and ringfa3_plan gives this rank 30"),
+]
+
+
+@pytest.mark.parametrize(("fields", "keys", "message"), LAYERS)
+def test_cross_attention_of_other_keys_is_refused(
+    fields: dict[str, Any], keys: int, message: str
+) -> None:
+    """Without the check of a call."""
+    q, k = torch.randn(1, 2, 16, 8), torch.randn(1, 2, keys, 8)
+    mask = ModelMask(keys=keys, **fields)
+    with pytest.raises(ValueError, match=message):
+        attention_forward(torch.nn.Module(), q, k, k, mask, ringfa3_plan=cross_plan())
+
+
+def test_cross_attention_under_another_mask_is_refused() -> None:
+    """As above."""
+    q, k, mask = torch.randn(1, 2, 16, 8), torch.randn(1, 2, 30, 8), ModelMask(keys=30)
+    given = {"ringfa3_plan": cross_plan(), "ringfa3_mask": Mask.documents(9)}
+    with pytest.raises(ValueError, match="leave it out, and give target.cross its mask"):
+        attention_forward(torch.nn.Module(), q, k, k, mask, **given)
 
 
 def test_a_decoder_that_sees_later_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
