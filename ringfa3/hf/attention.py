@@ -47,7 +47,8 @@ def attention_forward(
             unlimited, stands for sliding_window - 1 where sliding_window is None.
         s_aux: (h,) attention sinks, a logit a head that takes part in the softmax.
         keywords: position_ids, or cu_seq_lens_q and cu_seq_lens_k, give packed documents.
-            ringfa3_plan, a ContextPlan: the tokens are those of this rank of the plan's group.
+            ringfa3_plan, a ContextPlan: the tokens are those of this rank of the plan's group. In a
+            decoder that attends to an encoder it is a plan of `ContextPlan.cross`.
             ringfa3_mask, a ringfa3.Mask of all tokens, or a dict of them by layer type, replaces
             the model's mask; default that of the plan.
 

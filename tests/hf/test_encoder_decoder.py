@@ -254,7 +254,7 @@ def test_cross_attention_under_another_mask_is_refused() -> None:
     """As above."""
     q, k, mask = torch.randn(1, 2, 16, 8), torch.randn(1, 2, 30, 8), ModelMask(keys=30)
     given = {"ringfa3_plan": cross_plan(), "ringfa3_mask": Mask.documents(9)}
-    with pytest.raises(ValueError, match="leave it out, and give target.cross its mask"):
+    with pytest.raises(ValueError, match=r"leave it out, and give target\.cross its mask"):
         attention_forward(torch.nn.Module(), q, k, k, mask, **given)
 
 
