@@ -44,6 +44,7 @@ class TokenShards(ABC):
     window_size: tuple[int, int]
     _bound: dict[GroupRef, Self]
     mask: Mask | None = None
+    _LOCAL = ""  # attributes that a copy in another process must not have
 
     def __init__(
         self,
@@ -71,8 +72,6 @@ class TokenShards(ABC):
     def from_handle(cls, handle: int) -> Self:
         plan: Self = from_handle(handle)
         return plan
-
-    _LOCAL = ""  # attributes that a copy in another process must not have
 
     def __getstate__(self) -> dict[str, object]:
         if self._group is not None:

@@ -271,10 +271,13 @@ def test_a_decoder_that_sees_later_tokens_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def of_all_ranks(group: dist.ProcessGroup, case: str) -> str:
-    """What a rank raises; but for tokens, rank 1 alone is wrong."""
+    """What a rank raises; but for tokens and positions, rank 1 alone is wrong."""
     plan = cross_plan(group)
     given = inputs_of(plan)
-    if case == "tokens":
+    if case == "positions":
+        plan = plan_context(TARGET, group).cross(plan_context([0, 1, 2, 67], group, causal=False))
+        given |= {"ringfa3_plan": plan, "input_ids": plan.shard_keys(tokens(67))[None]}
+    elif case == "tokens":
         plan = plan_context(1, group).cross(plan_context(30, group, causal=False))
         given |= {"ringfa3_plan": plan, "decoder_input_ids": plan.shard(tokens(1))[None]}
     elif dist.get_rank(group) == 1:
@@ -291,6 +294,7 @@ def of_all_ranks(group: dist.ProcessGroup, case: str) -> str:
         ("labels", "rank 1: labels with ringfa3_plan"),
         ("input_ids", "rank 1: input_ids has shape (1, 30), and ringfa3_plan gives this rank 15"),
         ("ringfa3_plan", "rank 1: ringfa3_plan in BartForConditionalGeneration, an encoder-dec"),
+        ("positions", "ringfa3_plan has a document of 65 tokens, and BartEncoder has 64 positions"),
         ("tokens", "ringfa3_plan has 1 tokens of the decoder for 2 ranks: transformers makes no"),
     ],
 )

@@ -102,8 +102,10 @@ def check_parts(model: torch.nn.Module, plan: ContextPlan, named: dict[str, Any]
     elif takes(model, "encoder_hidden_states"):
         _check_count("encoder", plan.key_plan, named, "encoder_hidden_states")
         _check_count("decoder", plan.query_plan, named, *own)
+        _check_lengths(model, plan.query_plan)
     else:
         _check_count("encoder", plan.key_plan, named, *own)
+        _check_lengths(model, plan.key_plan)
     given_positions.update(x for x in (plan, plan.key_plan, plan.query_plan) if x is not None)
 
 
@@ -128,6 +130,23 @@ def _check_count(part: str, plan: ContextPlan | None, named: dict[str, Any], *na
             f"{plan.local_tokens} of the {part}'s {plan.total_tokens} tokens: pass "
             f"plan.shard(tokens)[None], of the {part}'s plan"
         )
+
+
+def _check_lengths(model: torch.nn.Module, plan: ContextPlan | None) -> None:
+    """Raises ValueError: a document is longer than a table of positions.
+
+    One rank alone may have the token without a row, and the others would wait for it.
+    """
+    assert plan is not None
+    table = getattr(model, "embed_positions", None)
+    longest = max(plan.lengths) if plan.mask is None else 1 + max(plan.mask.positions)
+    if isinstance(table, torch.nn.Embedding):
+        rows = table.num_embeddings - getattr(table, "offset", 0)
+        if longest > rows:
+            raise ValueError(
+                f"ringfa3_plan has a document of {longest} tokens, and {type(model).__name__} has "
+                f"{rows} positions: cut the document, or set config.max_position_embeddings"
+            )
 
 
 def check_cross(
