@@ -139,14 +139,15 @@ def _check_lengths(model: torch.nn.Module, plan: ContextPlan | None) -> None:
     """
     assert plan is not None
     table = getattr(model, "embed_positions", None)
-    longest = max(plan.lengths) if plan.mask is None else 1 + max(plan.mask.positions)
-    if isinstance(table, torch.nn.Embedding):
-        rows = table.num_embeddings - getattr(table, "offset", 0)
-        if longest > rows:
-            raise ValueError(
-                f"ringfa3_plan has a document of {longest} tokens, and {type(model).__name__} has "
-                f"{rows} positions: cut the document, or set config.max_position_embeddings"
-            )
+    if not isinstance(table, torch.nn.Embedding):
+        return
+    longest = plan.lengths.max() if plan.mask is None else 1 + plan.mask.positions.max()
+    rows = table.num_embeddings - getattr(table, "offset", 0)
+    if longest > rows:
+        raise ValueError(
+            f"ringfa3_plan has a document of {longest} tokens, and {type(model).__name__} has "
+            f"{rows} positions: cut the document, or set config.max_position_embeddings"
+        )
 
 
 def check_cross(
