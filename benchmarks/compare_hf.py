@@ -43,6 +43,7 @@ import torch.nn.functional as F
 import transformers
 from rich.console import Console
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ringfa3.hf
 from benchmarks import hf_ring_flash_attn
@@ -53,6 +54,7 @@ from ringfa3.bench.common.fa3 import Fa3Ops
 from ringfa3.bench.common.implementations import LoadError
 
 LARGEST_RATIO = 1.1
+LOSS_TOKENS = 4096  # of a chunk of the loss
 SHORTEST = 64  # tokens of a document; the last one may be shorter
 
 Gradients: TypeAlias = dict[str, torch.Tensor]  # float32, by parameter
@@ -243,13 +245,28 @@ def gradients_of(
         logits = model(
             ids[None, begin:end], position_ids=positions[None, begin:end], use_cache=False
         ).logits[0]
-        total = F.cross_entropy(logits.float(), labels[begin:end], reduction="sum")
+        total = total_loss(logits, labels[begin:end])
         (total / (labels != -100).sum()).backward()
         for name, p in model.named_parameters():
             if p.grad is not None:  # an expert may have no token
                 sums[name] += p.grad
         model.zero_grad()
     return rounded(sums, model)
+
+
+def total_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The sum of the tokens' losses of (tokens, vocabulary) logits.
+
+    In chunks that the backward recomputes: logits of 32k tokens in float32 and their gradient would
+    not fit into 80 GB.
+    """
+    chunks = zip(logits.split(LOSS_TOKENS), labels.split(LOSS_TOKENS), strict=True)
+    losses = [checkpoint(_chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(losses).sum()
+
+
+def _chunk_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
 def rounded(sums: Gradients, model: nn.Module) -> Gradients:

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringfa3 import ContextPlan
 from ringfa3.bench.ring.peers import ring_flash_attn_functions
+from ringfa3.custom_op import autocast_inputs
 
 NAME = "ring_attention_of_the_peer"  # no name with "flash" in it: transformers replaces those
 MODULE = "llama3_flash_attn_varlen"
@@ -62,6 +63,8 @@ def register(plan: ContextPlan, device: torch.device, heads_k_stride: int | None
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         """query (1, h, t, d), key and value (1, h_kv, t, d) to (1, t, h, d)."""
+        # Under autocast RoPE makes q and k float32, for which there is no kernel.
+        query, key, value = autocast_inputs(query, key, value)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = attend(
             q, k, v, cu_q, cu_k, longest_q, longest_k,

@@ -53,6 +53,7 @@ def keep_attention(): ...
 
 def plan_context(
     cu_seqlens, group=None, layout="zigzag", causal=True, window_size=(-1, -1), hosts=None,
+    prepare=(), kv_budget=None,
 ): ...  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -129,9 +129,7 @@ def ring(given: argparse.Namespace) -> int:
 
 
 def rehearsal(given: argparse.Namespace) -> int:
-    from ringfa3.bench.common.communicator import RankFailedError, RankLostError
     from ringfa3.bench.ring.rehearsal import Options, rehearse
-    from ringfa3.errors import first_line
 
     options = Options(
         ranks=given.ranks,
@@ -143,12 +141,7 @@ def rehearsal(given: argparse.Namespace) -> int:
         timeout=given.timeout,
         out=given.out,
     )
-    try:
-        return rehearse(options)
-    except (RuntimeError, RankLostError, RankFailedError) as error:  # also out of memory
-        rank = os.environ.get("RANK", "0")
-        print(f"ringfa3.bench: rank {rank}: {first_line(error)}", file=sys.stderr)
-        return 1
+    return of_rank(lambda: rehearse(options))
 
 
 def fp8(given: argparse.Namespace) -> int:
@@ -178,9 +171,24 @@ def fp8(given: argparse.Namespace) -> int:
 
 
 def cluster(given: argparse.Namespace) -> int:
+    from ringfa3.bench.cluster import calibrate
     from ringfa3.bench.cluster.run import run
 
-    return run(options(given))
+    found = options(given)
+    return of_rank(lambda: calibrate.run(found)) if found.calibrate else run(found)
+
+
+def of_rank(run: Callable[[], int]) -> int:
+    """run(); its errors are one line of this rank."""
+    from ringfa3.bench.common.communicator import RankFailedError, RankLostError
+    from ringfa3.errors import first_line
+
+    try:
+        return run()
+    except (RuntimeError, RankLostError, RankFailedError) as error:  # also out of memory
+        rank = os.environ.get("RANK", "0")
+        print(f"ringfa3.bench: rank {rank}: {first_line(error)}", file=sys.stderr)
+        return 1
 
 
 def tables(given: argparse.Namespace) -> int:
@@ -271,7 +279,8 @@ def parser() -> argparse.ArgumentParser:
         "documents (256k tokens), window (4096 of 256k), memory (4k to 64k tokens a GPU), error "
         "(all heads of 8k tokens against float64), host (time to start a call), checkpoint (a "
         "block under activation checkpointing), fresh (16 calls forward and backward on a packing "
-        "of their own), all; default lengths",
+        "of their own), magi (MagiAttention's mix of documents, 64:8 heads), mixes (short "
+        "documents, and a long tail), all; default lengths",
     )  # fmt: skip
     p.add_argument(
         "--worlds", nargs="+", type=int, metavar="N", help="world sizes; default 1, 2, 4, ..."

@@ -14,6 +14,7 @@ import torch
 from ringfa3.custom_op import require_no_compiler, untraced
 from ringfa3.masks.checks import check_mask_tokens, mask_or_documents
 from ringfa3.masks.mask import Mask, check_mask
+from ringfa3.planning.exchange.buffers import check_kv_budget
 from ringfa3.planning.exchange.launch_exchange import LaunchExchange
 from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
 from ringfa3.planning.handles import new_handle
@@ -46,7 +47,7 @@ class ContextPlan(TokenShards):
 
     Attributes:
         rank, world: this rank's number in the CP group, and the size of the group.
-        layout, causal, window_size: as given to `plan_context`.
+        layout, causal, window_size, kv_budget: as given to `plan_context`.
         hosts: (world,) tuple of int, the number of each rank's host.
         mask: the Mask of the plan; None for documents, with `causal` and `window_size`.
         query_plan, key_plan: of a plan that `cross` made, the two plans; else None.
@@ -63,31 +64,25 @@ class ContextPlan(TokenShards):
 
     def __init__(
         self,
-        lengths: Ints,
-        shards: list[Segments],
-        rank: int,
-        group: GroupRef | None,
-        hosts: tuple[int, ...],
-        layout: str,
-        causal: bool,
-        window_size: tuple[int, int],
-        implicit: bool = False,
-        alignment: int = 1,
-        mask: Mask | None = None,
-        key_shards: list[Segments] | None = None,
-    ) -> None:
+        lengths: Ints, shards: list[Segments], rank: int, group: GroupRef | None,
+        hosts: tuple[int, ...], layout: str, causal: bool, window_size: tuple[int, int],
+        implicit: bool = False, alignment: int = 1, mask: Mask | None = None,
+        key_shards: list[Segments] | None = None, kv_budget: int | None = None,
+    ) -> None:  # fmt: skip
         """alignment: as in `plan_ring`; key_shards: as in `TokenShards`, default `shards`; other
         arguments as in `plan_context`."""
         super().__init__(lengths, shards, shards if key_shards is None else key_shards, rank, group)
         self.hosts = hosts
         self.implicit = implicit  # one process, because torch.distributed is not initialised
         self.layout, self.causal, self.window_size = layout, causal, window_size
-        self.mask = mask
+        self.mask, self.kv_budget = mask, kv_budget
         self._register()
         if mask is not None:
             self._positions = mask.positions[self._token_index]
             self._key_positions = mask.key_positions[self._key_index]
         self.hops, self.kv_exchange = self._exchange(alignment=alignment)
+        if kv_budget is not None:
+            self.by_messages()  # raises a ValueError for too small a budget
 
     def _exchange(self, grid: int = 1, alignment: int = 1) -> tuple[Plan, KVExchange]:
         """Spans and exchange; arguments as in `plan_exchange`."""
@@ -164,7 +159,8 @@ class ContextPlan(TokenShards):
             mask: of all queries and keys; default: query document i attends to key document i.
 
         Returns:
-            The same object each time, with the positions of both plans. Tokens stay where they are.
+            The same object each time, with the positions of both plans and this plan's kv_budget.
+            Tokens stay where they are.
 
         Raises:
             ValueError: the plans have other ranks or hosts, or no documents that form pairs.
@@ -212,7 +208,8 @@ class ContextPlan(TokenShards):
             keys = self.key_shards
         given = self.lengths, self.shards, self.rank, self._group, self.hosts, self.layout
         causal = self.causal and mask is None
-        return ContextPlan(*given, causal, window, self.implicit, alignment, mask, keys)
+        more = self.implicit, alignment, mask, keys, self.kv_budget
+        return ContextPlan(*given, causal, window, *more)
 
     def _laid_out(self, shards: list[Segments], layout: str) -> ContextPlan:
         given = self.lengths, shards, self.rank, self._group, self.hosts, layout
@@ -228,7 +225,8 @@ class ContextPlan(TokenShards):
         key = keys, b"" if launch is None else launch.tobytes()
         if key not in self._launches:
             hops, exchange = (self.hops, self.kv_exchange) if keys == 1 else self._exchange(keys)
-            made = LaunchExchange.of(exchange, hops, self.rank, self.hosts, launch)
+            budget = self.kv_budget and self.kv_budget // keys
+            made = LaunchExchange.of(exchange, hops, self.rank, self.hosts, launch, budget)
             self._launches[key] = made
         return self._launches[key]
 
@@ -246,7 +244,8 @@ class ContextPlan(TokenShards):
     def digest(self) -> str:
         """Hash of all that must be equal on all ranks."""
         mask = None if self.mask is None else self.mask.digest
-        given = super().digest, self.hosts, self.layout, *self.effective_window, mask
+        placed = super().digest, self.hosts, self.layout
+        given = *placed, *self.effective_window, mask, self.kv_budget
         return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
     @property
@@ -272,6 +271,7 @@ def plan_context(
     window_size: Window = (-1, -1),
     hosts: Hosts = None,
     prepare: Sequence[Any] = (),
+    kv_budget: int | None = None,
 ) -> ContextPlan:
     """The plan of packed, self-attending documents, or of a mask, over a context-parallel group.
 
@@ -293,12 +293,16 @@ def plan_context(
             documents span two. None for what RINGFA3_HOSTS or torchrun's variables say of a process
             group, and for one host if `group` is (rank, world). Equal on all ranks.
         prepare: `ringfa3.KernelSpec`s, for which what first calls would make is made now.
+        kv_budget: the most rows that all buffers of other ranks' K/V hold at once on a rank, and
+            those of dK/dV too; a row is a token's K and V of all KV heads. More rows let a launch
+            attend to more hops. None for the default of each transport. Equal on all ranks.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it and what is allowed.
         RuntimeError: torch.compile traces the call.
     """
     require_no_compiler("plan_context")
+    kv_budget = check_kv_budget(kv_budget)
     mask, cu = mask_or_documents(cu_seqlens)
     check_choice("layout", layout, LAYOUTS)
     window = check_window(window_size)
@@ -314,20 +318,18 @@ def plan_context(
                 f"causal={causal}, window_size={window} with a Mask, which decides both: leave "
                 "them out, and give them to Mask.documents"
             )
-        return _cached_mask_plan(mask, rank, ref, of_rank, layout, implicit).prepare(prepare)
-    plan = _cached_plan(cu, rank, ref, of_rank, layout, causal, window, 0, implicit)
+        plan = _cached_mask_plan(mask, rank, ref, of_rank, layout, implicit, kv_budget)
+    else:
+        given = rank, ref, of_rank, layout, causal, window, 0, implicit, kv_budget
+        plan = _cached_plan(cu, *given)
     return plan.prepare(prepare)
 
 
 @untraced
 def dense_plan(
-    batch: int,
-    local_tokens: int,
-    group: Group,
-    layout: str,
-    causal: bool,
+    batch: int, local_tokens: int, group: Group, layout: str, causal: bool,
     window_size: tuple[int, int],
-) -> ContextPlan:
+) -> ContextPlan:  # fmt: skip
     """The plan of `batch` equal sequences, each laid out over the group like one document.
 
     A rank's local tokens are its `local_tokens` of the first sequence, then of the second, ...
@@ -340,21 +342,15 @@ def dense_plan(
     cu = cumulative_bytes("cu_seqlens", range(0, batch * tokens + 1, tokens) if tokens else (0,))
     ref = None if process_group is None else weakref.ref(process_group)
     hosts = find_hosts(None, world, process_group)
-    return _cached_plan(cu, rank, ref, hosts, layout, causal, window_size, batch, False)
+    return _cached_plan(cu, rank, ref, hosts, layout, causal, window_size, batch, False, None)
 
 
 @lru_cache(PLANS_KEPT)
 def _cached_plan(
     cu_seqlens: bytes,  # of int64
-    rank: int,
-    group: GroupRef | None,
-    hosts: tuple[int, ...],
-    layout: str,
-    causal: bool,
-    window_size: tuple[int, int],
-    batch: int,
-    implicit: bool,
-) -> ContextPlan:
+    rank: int, group: GroupRef | None, hosts: tuple[int, ...], layout: str, causal: bool,
+    window_size: tuple[int, int], batch: int, implicit: bool, kv_budget: int | None,
+) -> ContextPlan:  # fmt: skip
     cu = np.frombuffer(cu_seqlens, np.int64).tolist()
     lengths = np.array(sequence_lengths("cu_seqlens", cu), np.int64)
     if lengths.sum() >= MAX_ROWS:
@@ -366,22 +362,20 @@ def _cached_plan(
         shards = [s.repeated(len(lengths)) for s in partition(lengths[:1], *given)]
     else:
         shards = partition(lengths, *given)
-    return ContextPlan(lengths, shards, rank, group, hosts, layout, causal, window_size, implicit)
+    what = lengths, shards, rank, group, hosts, layout, causal, window_size, implicit
+    return ContextPlan(*what, kv_budget=kv_budget)
 
 
 @lru_cache(PLANS_KEPT)
 def _cached_mask_plan(
-    mask: Mask,
-    rank: int,
-    group: GroupRef | None,
-    hosts: tuple[int, ...],
-    layout: str,
-    implicit: bool,
-) -> ContextPlan:
+    mask: Mask, rank: int, group: GroupRef | None, hosts: tuple[int, ...], layout: str,
+    implicit: bool, kv_budget: int | None,
+) -> ContextPlan:  # fmt: skip
     queries, keys = partition_mask(mask, hosts, layout)
     lengths = np.array([mask.q_tokens], np.int64)
     given = lengths, queries, rank, group, hosts, layout, False, (-1, -1), implicit
-    return ContextPlan(*given, mask=mask, key_shards=None if keys is queries else keys)
+    key_shards = None if keys is queries else keys
+    return ContextPlan(*given, mask=mask, key_shards=key_shards, kv_budget=kv_budget)
 
 
 @lru_cache(PLANS_KEPT)

@@ -53,7 +53,9 @@ class RowIndex(NamedTuple):
     @classmethod
     def of_run(cls, rows: Ints) -> RowIndex | None:
         """The slice of rows (n,), None if they are not consecutive."""
-        consecutive = len(rows) > 0 and bool((np.diff(rows) == 1).all())
+        if not len(rows):
+            return cls(slice(0, 0))
+        consecutive = bool((np.diff(rows) == 1).all())
         return cls(slice(int(rows[0]), int(rows[-1]) + 1)) if consecutive else None
 
     @classmethod

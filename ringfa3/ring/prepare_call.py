@@ -30,7 +30,11 @@ from ringfa3.ring.p2p import FakeTransport, Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.process_group import is_fake
 from ringfa3.symmetric.cuda_graphs import capture_error
-from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
+from ringfa3.symmetric.forward_mode import (
+    FORWARD_MODE_ENV,
+    budget_error,
+    select_forward_mode,
+)
 from ringfa3.symmetric.ipc_memory import IpcMemory
 from ringfa3.symmetric.stream_ops import BufferSpec
 from ringfa3.validation import (
@@ -217,7 +221,7 @@ def prepare_call(
     settings, call_settings, _ = validated
     symmetric = not by_messages and q.is_cuda and connections.may_use_symmetric(transport)
     if error is None and symmetric:
-        error = _device_error(q.device, connections.shared_memory)
+        error = _device_error(q.device, connections.shared_memory) or budget_error(plan)
     if error is None and symmetric and torch.cuda.is_current_stream_capturing():
         keys = k if precision == "native" else backward_keys(k)
         spec = BufferSpec(plan, pass_type, keys)
@@ -295,6 +299,7 @@ def _settings(
             if plan.mask is None
             else repr(plan.mask),
             "plan.hosts": str(plan.hosts),
+            "plan.kv_budget": str(plan.kv_budget),
             "plan.cu_seqlens": f"{len(plan.lengths)} documents, {plan.total_tokens} tokens, "
             f"digest {plan.digest}",
             "q": f"{q.shape[1]} heads, head_dim {q.shape[2]}, {q.dtype} on {q.device.type}",

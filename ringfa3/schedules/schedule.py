@@ -285,4 +285,7 @@ def build(inputs: Inputs, call: Callable[..., Results], gpu: Gpu | None = None) 
     builder = ScheduleBuilder(inputs)
     with building(builder, gpu):
         results = call(*builder.symbolic(inputs))
-    return builder.finish(tuple(x for x in results if x.numel()))  # dsink may be empty
+    *most, last = results
+    if not all(x.numel() for x in most):  # of a rank without tokens
+        raise ScheduleError("a result is empty")
+    return builder.finish(results if last.numel() else tuple(most))  # dsink may be empty

@@ -16,7 +16,7 @@ from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.schedules.host_code import forward_hops, gradients
 from ringfa3.schedules.link import signature_of
 from ringfa3.schedules.schedule import Inputs, build
-from ringfa3.symmetric.forward_mode import select_forward_mode
+from ringfa3.symmetric.forward_mode import budget_error, select_forward_mode
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.stream_ops import BufferSpec
 from ringfa3.validation import check_scale
@@ -84,10 +84,10 @@ class KernelSpec:
     def prepare(self, plan: ContextPlan) -> None:
         """Adds the schedules of a forward and a backward to `plan.prepared`.
 
-        Nothing to add where a rank has no tokens, no kernel takes the head dim, or the group spans
-        hosts, between which calls run over "nccl".
+        Nothing to add where a rank has no tokens, no kernel takes the head dim, the group spans
+        hosts, between which calls run over "nccl", or the plan's budget refuses "symmetric".
         """
-        if len(set(plan.hosts)) > 1:
+        if len(set(plan.hosts)) > 1 or budget_error(plan):
             return
         q, k, v, out, dout = self._tensors(plan)
         if not q.numel() or not k.numel():

@@ -12,9 +12,9 @@ BENCH = Path(__file__).parent.parent.parent / "ringfa3" / "bench"
 ALLOWED = {
     "common": {"common"},
     "attention": {"common", "attention"},
-    "ring": {"common", "ring"},
     "fp8": {"common", "fp8"},
     "cluster": {"common", "cluster"},
+    "ring": {"common", "cluster", "ring"},
     "tables": {"common", "attention", "ring", "tables"},
 }
 

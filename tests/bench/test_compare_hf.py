@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AttentionInterface
 
 from benchmarks import compare_hf, hf_ring_flash_attn
 from benchmarks.compare_hf import Figures, Gradients, Peer, Shape, main, measure
@@ -80,6 +82,19 @@ def test_gradients_that_differ_end_with_code_1(
 
     monkeypatch.setattr(compare_hf, "summed_gradients", wrong)
     assert main(["--tokens", "300", "--steps", "1"]) == 1
+
+
+def test_the_loss_in_chunks_has_the_gradient_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 7 of 20 tokens; float32, within 1e-6 of the largest value."""
+    monkeypatch.setattr(compare_hf, "LOSS_TOKENS", 7)
+    labels = torch.randint(50, (20,), generator=torch.Generator().manual_seed(0))
+    labels[[6, 19]] = -100
+    logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    found = compare_hf.total_loss(logits, labels)
+    wanted = F.cross_entropy(logits, labels, reduction="sum")
+    grads = [torch.autograd.grad(total, logits)[0] for total in (found, wanted)]
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-6)
 
 
 def test_one_token_has_no_label(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +189,22 @@ def test_the_peer_has_the_error_of_ringfa3(monkeypatch: pytest.MonkeyPatch) -> N
         assert peer.error == pytest.approx(found.ours, rel=0.05)
         assert peer.seconds > 0
         assert peer.speed > 0
+
+
+def test_the_peer_gets_the_dtype_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels have no float32, which RoPE makes of q and k under autocast."""
+    dtypes: list[torch.dtype] = []
+
+    def attend(*tensors: Any, **_: Any) -> torch.Tensor:
+        dtypes.extend(x.dtype for x in tensors[:3])
+        return tensors[0]
+
+    monkeypatch.setattr(hf_ring_flash_attn, "functions", lambda: [attend, lambda *_: [None] * 5])
+    hf_ring_flash_attn.register(plan_context(8, layout="contiguous"), torch.device("cpu"))
+    q, k, v = (torch.randn(1, heads, 8, 16) for heads in (4, 2, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        AttentionInterface()[hf_ring_flash_attn.NAME](None, q, k, v.bfloat16(), None, 0.25)
+    assert dtypes == [torch.bfloat16] * 3
 
 
 @pytest.mark.usefixtures("tiny")

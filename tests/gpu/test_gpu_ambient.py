@@ -1,4 +1,4 @@
-"""States of PyTorch that must change no bit of a result, on a GPU and two: `pytest -m gpu`.
+"""States of PyTorch that must change no bit of a result, on one GPU and several: `pytest -m gpu`.
 
 The reference of each call is the same call outside of the state; the tolerance is 0. Each call runs
 three times under a state and outside: the host library records the second and replays the third.
@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from ringfa3 import host
-from tests.gpu.test_gpu_ring import join, spawn
 from tests.support import ambient
+from tests.support.gpus import spawn, worlds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -36,8 +36,7 @@ def test_one_gpu_computes_the_same_bits(state: str, state_first: bool) -> None:
     assert unequal == []
 
 
-def _worker(rank: int, world: int, port: int) -> None:
-    join(rank, world, port)
+def _worker(rank: int, world: int) -> None:
     unequal = []
     for number, state in enumerate(OF_RINGS):
         for state_first in (True, False):
@@ -49,9 +48,8 @@ def _worker(rank: int, world: int, port: int) -> None:
                 found = ambient.check(calls, state, state_first)
                 unequal += [f"{state}, {transport}: {x}" for x in found]
     assert unequal == [], "\n".join(unequal)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def test_two_gpus_compute_the_same_bits() -> None:
-    spawn(_worker, 2)
+@worlds(2, soak=(4,))
+def test_rings_compute_the_same_bits(world: int) -> None:
+    spawn(_worker, world)

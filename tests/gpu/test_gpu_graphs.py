@@ -6,18 +6,15 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from ringfa3 import RingError, RingFA3Attention, flash_attn_varlen_func, plan_context
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from tests.support.dense import cumulative
-from tests.support.ranks import free_port
+from tests.support.gpus import spawn, worlds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -140,8 +137,6 @@ def _graphs(rank: int, world: int) -> None:
                     for a, b in zip(got, layer.expected(), strict=True):
                         torch.testing.assert_close(a, b, atol=2e-2, rtol=2**-6)
         del replays
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _many(rank: int, world: int) -> None:
@@ -161,8 +156,6 @@ def _many(rank: int, world: int) -> None:
         graph.replay()
     for got, eager in zip(results, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, eager, strict=True))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _stall(rank: int, world: int) -> None:
@@ -193,17 +186,16 @@ def _stall(rank: int, world: int) -> None:
     os._exit(0)
 
 
-def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    limit = timedelta(seconds=TIMEOUT_S if function is _stall else 60)
-    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit)
-    function(rank, world)
+@worlds(2, 3, 4, 8)
+def test_graphs(world: int) -> None:
+    spawn(_graphs, world)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("function", [_graphs, _many, _stall])
-def test_graphs(world: int, function: Callable[[int, int], None]) -> None:
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"{world} GPUs are needed, {torch.cuda.device_count()} are here")
-    mp.spawn(_enter, (world, free_port(), function), world)
+@worlds(2, 4, soak=(3, 8))
+def test_many_replays(world: int) -> None:
+    spawn(_many, world)
+
+
+@worlds(2, soak=(3, 4))
+def test_a_rank_that_stalls(world: int) -> None:
+    spawn(_stall, world, TIMEOUT_S)

@@ -10,15 +10,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from ringfa3 import KernelSpec, host, plan_context, ring_attn_func
-from ringfa3.build.host_library import ensure_host_library
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.schedules.link import schedules_built
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
-from tests.gpu.test_gpu_ring_programs import enter
-from tests.support.ranks import free_port
+from tests.gpu.test_gpu_ring_programs import spawn
+from tests.support.gpus import require_gpus, worlds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -92,8 +90,7 @@ def test_one_rank(head_dim: int) -> None:
 
 def test_a_second_device() -> None:
     """One plan on two GPUs in turn, of which the second is not the current one."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("2 GPUs are needed")
+    require_gpus(2)
     with cpp():
         host.select("python")
         wanted = step(plain(0, 1), 128, 0)
@@ -114,7 +111,6 @@ def _ranks(rank: int, world: int) -> None:
         compare(*(x.bound_to(group) for x in plans), 128)
 
 
-def test_two_ranks() -> None:
-    """As in test_gpu_ring_programs, on one GPU where there are too few."""
-    ensure_host_library()  # before the ranks need it
-    mp.spawn(enter, (2, free_port(), _ranks), 2)
+@worlds(2, 4, soak=(3,))
+def test_ranks(world: int) -> None:
+    spawn(_ranks, world)

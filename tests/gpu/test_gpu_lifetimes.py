@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-import torch.multiprocessing as mp
 
 import ringfa3
 from ringfa3 import plan_context, ring_attn_func
 from ringfa3.ring.process_group import end_group, new_group
-from tests.support.ranks import free_port
+from tests.support.gpus import Worker, spawn, worlds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -117,7 +115,7 @@ def _unsplit(rank: int, world: int) -> None:
 def _early(rank: int, world: int) -> None:
     """After `connect`, a first call makes no group and no memory: it takes less than a second, with
     kernels that another group's call has loaded."""
-    _call(dist.new_group([0, 1]), "symmetric")  # type: ignore[arg-type]
+    _call(dist.new_group(list(range(world))), "symmetric")  # type: ignore[arg-type]
     assert ringfa3.connect(transport="symmetric") == "symmetric"
     torch.cuda.synchronize()
     start = time.monotonic()
@@ -128,19 +126,17 @@ def _early(rank: int, world: int) -> None:
     assert took < 1.0
 
 
-def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    bound = torch.device("cuda", rank) if function is _unsplit else None
-    limit = timedelta(seconds=30)
-    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit, device_id=bound)
-    function(rank, world)
-    dist.barrier()
-    dist.destroy_process_group()
+@worlds(2, soak=(4,))
+@pytest.mark.parametrize("function", [_nccl, _symmetric])
+def test_rounds(function: Worker, world: int) -> None:
+    spawn(function, world, 30.0)
 
 
-@pytest.mark.parametrize("function", [_nccl, _symmetric, _unsplit, _early])
-def test_lifetimes(function: Callable[[int, int], None]) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"2 GPUs are needed, {torch.cuda.device_count()} are here")
-    mp.spawn(_enter, (2, free_port(), function), 2)
+@worlds(2, 4)
+def test_a_group_alone(world: int) -> None:
+    spawn(_unsplit, world, 30.0, bound=True)
+
+
+@worlds(2, 4)
+def test_early_connections(world: int) -> None:
+    spawn(_early, world, 30.0)

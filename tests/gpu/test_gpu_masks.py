@@ -1,4 +1,4 @@
-"""Random masks on one GPU and on two, against float64 on the GPU: `pytest -m gpu`."""
+"""Random masks on one GPU and on several, against float64 on the GPU: `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ringfa3 import flash_attn_mask_func, plan_context, ring_attn_func
 from ringfa3.kernels import dispatch
-from tests.gpu.test_gpu_ring import join, spawn
 from tests.support.dense import attention, attention_with_sink, gradients
+from tests.support.gpus import spawn, worlds
 from tests.support.masks import Union, random_union
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -108,8 +108,7 @@ def test_random_masks_hold_the_gate() -> None:
             assert torch.equal(x, y), f"{what}: two runs differ"
 
 
-def _worker(rank: int, world: int, port: int) -> None:
-    join(rank, world, port)
+def _worker(rank: int, world: int) -> None:
     rng = random.Random(world)
     for number in range(50):
         union, given = case_of(rng, number)
@@ -136,10 +135,9 @@ def _worker(rank: int, world: int, port: int) -> None:
                 cut = plan.shard_keys if NAMES[i] in ("dk", "dv") else plan.shard
                 whole[i] = cut(x, 1 if NAMES[i] == "lse" else 0)
         hold_gate(got, *results, size, f"rank {rank}, case {number}: {union}, {q.dtype}")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def test_rings_of_two_hold_the_gate() -> None:
+@worlds(2, 4, soak=(3,))
+def test_rings_hold_the_gate(world: int) -> None:
     """50 masks, over NCCL and `symmetric`."""
-    spawn(_worker, 2)
+    spawn(_worker, world)

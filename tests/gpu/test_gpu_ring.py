@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
-import socket
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from ringfa3 import flash_attn_varlen_func, plan_context, ring_attn_func
+from tests.support.gpus import spawn, worlds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -41,15 +37,7 @@ def plain_attention(
     return torch.cat(outs)
 
 
-def join(rank: int, world: int, port: int) -> None:
-    """Makes NCCL's default group of `world` processes of this host, each on the GPU of its rank."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=timedelta(seconds=60))
-
-
-def _worker(rank: int, world: int, port: int) -> None:
-    join(rank, world, port)
+def _worker(rank: int, world: int) -> None:
     rng = random.Random(world)
     for case in range(24):
         dtype = rng.choice((torch.bfloat16, torch.float16))
@@ -83,16 +71,13 @@ def _worker(rank: int, world: int, port: int) -> None:
             error = (x - reference).abs().max().item()
             bound = 2 * (x_pt - reference).abs().max().item() + 1e-5
             assert error <= bound, f"case {case}: {name} is off by {error:.2e}, allowed {bound:.2e}"
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def _worker_in_8_bits(rank: int, world: int, port: int) -> None:
+def _worker_in_8_bits(rank: int, world: int) -> None:
     """Rms errors against float64 over one device's: of out and LSE at most 1.02, of gradients 1.1.
 
     The gradients go over `auto`, whose windows cut tiles of keys, and over nccl.
     """
-    join(rank, world, port)
     for precision, d, transport, window in (
         ("fp8", 128, "auto", (-1, -1)),
         ("int8", 128, "nccl", (-1, -1)),
@@ -127,25 +112,14 @@ def _worker_in_8_bits(rank: int, world: int, port: int) -> None:
             limit = 1.02 if name in ("out", "lse") else 1.1
             ratio = float(error / reference) ** 0.5
             assert 0 < ratio <= limit, f"{precision}, d{d}, {transport}: {name} {ratio:.3f}"
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@worlds(2, 4, soak=(3,))
 def test_a_ring_in_8_bits_is_as_exact_as_one_gpu(world: int) -> None:
     spawn(_worker_in_8_bits, world)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@worlds(2, 3, 4, 8)
 def test_ring_over_nccl_holds_the_single_device_gate(world: int) -> None:
     """max|x - ref| <= 2 max|x_pt - ref| + 1e-5 for out, dq, dk, dv; ref is float64."""
     spawn(_worker, world)
-
-
-def spawn(worker: Callable[[int, int, int], None], world: int) -> None:
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"{world} GPUs are needed, {torch.cuda.device_count()} are here")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(worker, (world, port), world)

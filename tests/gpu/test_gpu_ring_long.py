@@ -1,4 +1,4 @@
-"""Long runs and killed ranks: `pytest -m "gpu and soak" tests/gpu/test_gpu_ring_long.py`."""
+"""Long runs and killed ranks: `pytest -m gpu tests/gpu/test_gpu_ring_long.py`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ import resource
 import signal
 import sys
 import time
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from ringfa3 import plan_context, ring_attn_func
+from ringfa3 import host, plan_context, ring_attn_func
 from ringfa3.symmetric.backend import DriverCalls, SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
-from ringfa3.symmetric.ring_pass import SymmetricRingPass
+from ringfa3.symmetric.ring_program import Begun, RingProgram
 from tests.gpu.test_gpu_symmetric import Layer
+from tests.support.gpus import join, require_gpus, spawn, worlds
 from tests.support.ranks import free_port
 
-pytestmark = [pytest.mark.gpu, pytest.mark.soak, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 STEPS = 500
 WARM = 200  # steps after which caches are full
@@ -37,13 +35,6 @@ CHECK_EVERY = 10  # steps
 SLACK = (4 << 20, 48 << 20, 64 << 20)
 TIMEOUT_S = 10.0
 LOST = 1  # the rank that is killed
-
-
-def _join(rank: int, world: int, port: int, timeout_s: float) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    limit = timedelta(seconds=timeout_s)
-    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit)
 
 
 def _held() -> tuple[int, int, int]:
@@ -56,9 +47,8 @@ def _held() -> tuple[int, int, int]:
     return torch.cuda.memory_allocated(), total - free, most
 
 
-def _wander(rank: int, world: int, port: int, transport: str) -> None:
+def _wander(transport: str, rank: int, world: int) -> None:
     """Random steps, the same on all ranks; no two are of one shape."""
-    _join(rank, world, port, 60.0)
     rng = random.Random(world)
     begin = time.monotonic()
     for step in range(STEPS):
@@ -78,59 +68,67 @@ def _wander(rank: int, world: int, port: int, transport: str) -> None:
         took = f"{STEPS} steps in {time.monotonic() - begin:.0f} s"
         print(f"{took}, then {[x >> 10 for x in more]} KiB more in tensors, GPU, process")
     assert all(x <= slack for x, slack in zip(more, SLACK, strict=True)), more
-    dist.barrier()
-    dist.destroy_process_group()
 
 
+@worlds(soak=(2, 4, 8))
 @pytest.mark.parametrize("transport", ["symmetric", "nccl"])
-def test_random_steps_neither_hang_nor_leak(transport: str) -> None:
+def test_random_steps_neither_hang_nor_leak(transport: str, world: int) -> None:
     """500 shapes, layouts and documents. In every tenth, out, dq, dk, dv pass the single-device
     gate, max|x - ref| <= 2 max|x_pt - ref| + 1e-5, ref in float64."""
-    world = min(4, torch.cuda.device_count())
-    if world < 2:
-        pytest.skip("2 GPUs are needed")
-    mp.spawn(_wander, (world, free_port(), transport), world)
+    spawn(partial(_wander, transport), world)
 
 
-def _train(rank: int, world: int, port: int, folder: str) -> None:
-    """Steps, in the third of which a rank is killed between two hops of its backward."""
+def _train(rank: int, world: int, port: int, folder: str, executor: str) -> None:
+    """Steps, in the third of which a rank is killed.
+
+    The Python executor has issued some of the backward's steps then, the C++ executor none.
+    """
     log = (Path(folder) / f"{rank}.log").open("w")
     os.dup2(log.fileno(), sys.stderr.fileno())
-    _join(rank, world, port, TIMEOUT_S)
+    join(rank, world, port, TIMEOUT_S)
+    host.select(executor)
     plan = plan_context(8192 * world)
     x = torch.randn(plan.local_tokens, 8, 128, device="cuda").bfloat16().requires_grad_()
-    step, issued = 0, [0]
+    step, forward, issued = 0, True, 0
+    issue, begun = SymmetricBackend.issue, SymmetricBackend.begun
 
-    make_pass, issue_all = SymmetricRingPass.__init__, SymmetricBackend.issue
+    def kill() -> None:
+        (Path(folder) / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def begin(ring_pass: SymmetricRingPass, *args: Any, **options: Any) -> None:
-        issued[0] = 0 if args[2] == "backward" else -1000
-        make_pass(ring_pass, *args, **options)
+    def issue_some(backend: SymmetricBackend, prepared: DriverCalls) -> None:
+        nonlocal issued
+        issue(backend, prepared)
+        issued = 0 if forward else issued + 1
+        if rank == LOST and step == 2 and issued == 4:
+            kill()
 
-    def issue(backend: SymmetricBackend, prepared: DriverCalls) -> None:
-        issue_all(backend, prepared)
-        issued[0] += 1
-        if rank == LOST and step == 2 and issued[0] == 4:
-            (Path(folder) / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def begin(backend: SymmetricBackend, program: RingProgram) -> Begun:
+        if rank == LOST and step == 2 and not forward:
+            kill()
+        return begun(backend, program)
 
-    SymmetricRingPass.__init__, SymmetricBackend.issue = begin, issue  # type: ignore[method-assign]
+    SymmetricBackend.issue, SymmetricBackend.begun = issue_some, begin  # type: ignore[method-assign]
     for step in range(1000):  # noqa: B007
+        forward = True
         out = ring_attn_func(x, x, x, plan, transport="symmetric")
         assert isinstance(out, torch.Tensor)
+        forward = False
         out.sum().backward()
         assert x.grad is not None
         x.grad.sum().item()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_killed_in_mid_backward_ends_the_others(world: int, tmp_path: Path) -> None:
+@worlds(2, 4, soak=(3, 8))
+@pytest.mark.parametrize("executor", ["cpp", "python"])
+def test_a_rank_killed_in_mid_backward_ends_the_others(
+    executor: str, world: int, tmp_path: Path
+) -> None:
     """Each with a RingError on stderr that names a hop, within the timeout and 5 s."""
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"{world} GPUs are needed, {torch.cuda.device_count()} are here")
-    spawn, port = multiprocessing.get_context("spawn"), free_port()
+    require_gpus(world)
+    processes, port = multiprocessing.get_context("spawn"), free_port()
     ranks = [
-        spawn.Process(target=_train, args=(rank, world, port, str(tmp_path)))
+        processes.Process(target=_train, args=(rank, world, port, str(tmp_path), executor))
         for rank in range(world)
     ]
     try:

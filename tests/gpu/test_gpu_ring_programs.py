@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from unittest import mock
@@ -23,6 +22,7 @@ from ringfa3.build.host_library import ensure_host_library
 from ringfa3.symmetric import self_test
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from tests.gpu.test_gpu_symmetric import Layer
+from tests.support.gpus import Worker, require_gpus, worlds
 from tests.support.ranks import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -96,7 +96,14 @@ def _memory(rank: int, world: int) -> None:
     assert peaks[1] <= peaks[0] + (1 << 20), f"peaks in bytes: {peaks}"
 
 
-def enter(rank: int, world: int, port: int, function: Callable[[int, int], None]) -> None:
+def spawn(function: Worker, world: int) -> None:
+    """As of `tests.support.gpus`, but over gloo, and on one GPU where there are too few."""
+    require_gpus(1)
+    ensure_host_library()  # before the ranks need it
+    mp.spawn(_enter, (world, free_port(), function), world)
+
+
+def _enter(rank: int, world: int, port: int, function: Worker) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     shared = torch.cuda.device_count() < world
     torch.cuda.set_device(0 if shared else rank)
@@ -108,8 +115,11 @@ def enter(rank: int, world: int, port: int, function: Callable[[int, int], None]
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("function", [_replays, _memory])
-def test_ring_programs(world: int, function: Callable[[int, int], None]) -> None:
-    ensure_host_library()  # before the ranks need it
-    mp.spawn(enter, (world, free_port(), function), world)
+@worlds(2, 3, 4)
+def test_ring_programs(world: int) -> None:
+    spawn(_replays, world)
+
+
+@worlds(2, soak=(4,))
+def test_memory_of_ring_programs(world: int) -> None:
+    spawn(_memory, world)

@@ -7,15 +7,14 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import plan_context
-from tests.gpu.test_gpu_ring import join, spawn
 from tests.ring.test_row_exchange import CU, convolved, shifted, whole
+from tests.support.gpus import spawn, worlds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-def _worker(rank: int, world: int, port: int) -> None:
+def _worker(rank: int, world: int) -> None:
     """Reference: the same operation on all tokens, on the CPU; gradients to 1e-15."""
-    join(rank, world, port)
     everything, weight = whole().requires_grad_(), torch.randn(3, 1, 4, dtype=torch.float64)
     dist.broadcast(on_gpu := weight.cuda(), 0)
     weight = on_gpu.cpu()
@@ -52,10 +51,8 @@ def _worker(rank: int, world: int, port: int) -> None:
         labels = torch.arange(CU[-1], dtype=torch.int16)
         moved = plan.shift(plan.shard(labels).cuda(), -1, fill=-100)
         assert torch.equal(moved.cpu(), plan.shard(shifted(labels, -1, -100)))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@worlds(2, 3, 4, 8)
 def test_rows_between_gpus_are_those_of_all_tokens(world: int) -> None:
     spawn(_worker, world)

@@ -9,15 +9,13 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from ringfa3 import RingError, flash_attn_func, plan_context, ring_attn_func
 from ringfa3.symmetric.backend import DriverCalls, SymmetricBackend
@@ -25,8 +23,8 @@ from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from ringfa3.symmetric.stream_ops import Copy, Event, Operation, SetSignal, Stream, WaitAndReset
 from tests.gpu.test_gpu_ring import plain_attention
 from tests.support.dense import cumulative
+from tests.support.gpus import Worker, spawn, worlds
 from tests.support.placements import placed
-from tests.support.ranks import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -163,8 +161,6 @@ def _exact(rank: int, world: int) -> None:
                 layer.backward()
         for layer in layers:
             layer.check()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _crowded(rank: int, world: int) -> None:
@@ -197,8 +193,6 @@ def _crowded(rank: int, world: int) -> None:
                 dist.all_reduce(x)
         assert isinstance(out, torch.Tensor)
         torch.testing.assert_close(out, expected, atol=1e-2, rtol=2**-6)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _overlapping(rank: int, world: int) -> None:
@@ -218,8 +212,6 @@ def _overlapping(rank: int, world: int) -> None:
             out = ring_attn_func(*mine, plan, transport="symmetric")
             assert isinstance(out, torch.Tensor)
             torch.testing.assert_close(out, plan.shard(whole[0]), atol=1e-2, rtol=2**-6)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _stall(rank: int, world: int, direction: str = "forward", kind: str = "hops") -> None:
@@ -267,21 +259,19 @@ def _stall_backward(rank: int, world: int) -> None:
     _stall(rank, world, "backward")
 
 
-def _enter(rank: int, world: int, port: int, function: Callable[[int, int], None]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(rank)
-    limit = timedelta(seconds=60 if function in (_exact, _crowded, _overlapping) else TIMEOUT_S)
-    dist.init_process_group("nccl", rank=rank, world_size=world, timeout=limit)
-    function(rank, world)
+@worlds(2, 3, 4, 8)
+def test_symmetric(world: int) -> None:
+    """The single-device gate on slow, poisoned streams."""
+    spawn(_exact, world)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize(
-    "function", [_exact, _crowded, _overlapping, _stall, _stall_gathered, _stall_backward]
-)
-def test_symmetric(world: int, function: Callable[[int, int], None]) -> None:
-    """The single-device gate on slow, poisoned streams; collectives beside waiting kernels; a
-    rank that stalls."""
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"{world} GPUs are needed, {torch.cuda.device_count()} are here")
-    mp.spawn(_enter, (world, free_port(), function), world)
+@worlds(2, 4, soak=(3, 8))
+@pytest.mark.parametrize("function", [_crowded, _overlapping])
+def test_other_collectives_and_groups(world: int, function: Worker) -> None:
+    spawn(function, world)
+
+
+@worlds(2, soak=(3, 4, 8))
+@pytest.mark.parametrize("function", [_stall, _stall_gathered, _stall_backward])
+def test_a_rank_that_stalls(world: int, function: Worker) -> None:
+    spawn(function, world, TIMEOUT_S)

@@ -17,7 +17,7 @@ ROWS = [[], [3], [0, 1, 2, 3, 4], [2, 3, 4], [0, 2], [4, 3], [0, 1, 3]]
 @pytest.mark.parametrize("d", [2, 64])
 def test_rows_are_those_of_an_index(own: list[int], dtype: torch.dtype, d: int) -> None:
     rows = RowIndex.of(np.array(own, np.int64), CPU)
-    assert isinstance(rows.rows, slice) == (len(own) > 0 and own == [*range(own[0], own[-1] + 1)])
+    assert rows.consecutive == (not own or own == [*range(own[0], own[-1] + 1)])
     fused = torch.randn(5, 3, 2, d).to(dtype)
     for x in (fused[:, 1], fused[:, 1].contiguous()):
         for begin, end in ((0, len(own)), (1, len(own))):

@@ -111,6 +111,11 @@ def other_window(call: Call, group: Group) -> Call:
     return q, k, v, plan_context(CU, group, window_size=(7, -1)), options
 
 
+def other_budget(call: Call, group: Group) -> Call:
+    q, k, v, _, options = call
+    return q, k, v, plan_context(CU, group, kv_budget=1000), options
+
+
 def not_causal(call: Call, group: Group) -> Call:
     q, k, v, _, options = call
     return q, k, v, plan_context(CU, group, causal=False), options
@@ -163,6 +168,7 @@ WRONG: list[tuple[Callable[[Call, Group], Call], str, bool]] = [
     (other_documents, "plan.cu_seqlens differs", False),
     (other_layout, "plan.layout differs .* contiguous", False),
     (other_window, "plan.window differs .*7, 0", False),
+    (other_budget, "plan.kv_budget differs .* 1000", False),
     (not_causal, "plan.window differs .*-1, -1", False),
     (other_scale, "softmax_scale differs .* 0.5", False),
     (scale_is_text, "softmax_scale='large'", True),

@@ -7,7 +7,12 @@ import torch
 from hypothesis import given
 
 from ringfa3 import plan_context
-from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, gathered_bytes, select_forward_mode
+from ringfa3.symmetric.forward_mode import (
+    FORWARD_MODE_ENV,
+    budget_error,
+    gathered_bytes,
+    select_forward_mode,
+)
 from tests.support.strategies import Case, cases
 
 
@@ -53,6 +58,20 @@ def test_the_environment_overrides_the_rule(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(FORWARD_MODE_ENV, "both")
     with pytest.raises(ValueError, match="RINGFA3_FORWARD='both': allowed are 'gathered', 'hops'"):
         modes((32, 8), range(2, 3))
+
+
+def test_a_budget_bounds_what_is_gathered_and_received() -> None:
+    """Exactly. One sequence of 4 shards: a rank gathers all, its own K/V too, or receives the
+    blocks of two others at once."""
+    shard = 4096
+    for budget, mode in ((4 * shard, "gathered"), (4 * shard - 1, "hops"), (3 * shard, "hops")):
+        plan = plan_context(4 * shard, (0, 4), kv_budget=budget)
+        assert select_forward_mode(plan, *qk(32, 8)) == mode
+        assert budget_error(plan) is None
+    # Both neighbours need 60 rows, of either end of each block of 256. By messages 60 come at once.
+    plan = plan_context(2048, (3, 8), "contiguous", False, (60, 60), kv_budget=180)
+    assert "kv_budget=180: transport 'symmetric' receives 512 rows" in str(budget_error(plan))
+    assert "give kv_budget=512 or more, or transport='nccl'" in str(budget_error(plan))
 
 
 @given(case=cases)

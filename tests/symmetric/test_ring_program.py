@@ -75,7 +75,7 @@ class Rank:
     def call(self, pass_type: str, seed: int, plan: ContextPlan | None = None) -> Call:
         plan = plan or self.plan
         q, k, v, dout, out, lse = self.inputs(seed, plan)
-        sink = lse[:, 0].clone() if self.group.world > 2 else None
+        sink = lse[:, :1].sum(1) if self.group.world > 2 else None
         call = PreparedCall(plan, pass_type, partial(SymmetricRingPass, self.backend))
         waits = dict(self.backend._waits)
         given: tuple[torch.Tensor | None, ...]
@@ -140,6 +140,25 @@ def on_ranks(
         results = ranks.run(enter)
     assert not cuda.problems
     return results
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_without_tokens_have_empty_results(kernels: FakeKernels, world: int) -> None:
+    """A program returns no empty results, so Python runs these calls."""
+
+    def work(rank: Rank, choose: Callable[[str], None]) -> list[int]:
+        rank.grow()
+        plan = plan_context([0, 1], (rank.group.rank, world))
+        for which in host.HOSTS:
+            choose(which)
+            for pass_type, count in {"forward": 2, "gathered": 2, "backward": world + 1}.items():
+                for _ in range(3):
+                    _, results = rank.call(pass_type, 1, plan)
+                    assert len(results) == count
+                    assert len(results[0]) == plan.local_tokens
+        return plan.local_tokens
+
+    assert sorted(on_ranks(kernels, world, work)) == [*[0] * (world - 1), 1]
 
 
 @pytest.mark.parametrize(("world", "documents"), [(2, False), (3, False), (4, False), (2, True)])

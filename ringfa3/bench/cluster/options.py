@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,20 +16,26 @@ from ringfa3.bench.cluster.rates import (
     NIC_GB_S,
     NVLINK_GB_S,
     TFLOPS,
+    Overhead,
     Rates,
     kernel_head_dim,
 )
 from ringfa3.bench.cluster.time_model import Heads
+from ringfa3.bench.common.communicator import job_ranks
 from ringfa3.bench.common.machine import BenchError
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.tile_schedule import MAX_ROWS
+from ringfa3.validation import TRANSPORTS
 
 HELP = (
     "Predicts attention in a training step on many GPUs, without one: time over the ideal, bytes "
     "by link, balance and buffers, of RingFA3 and of other ways to share out the same documents."
 )
 MOST_GPUS = 1024
+GPUS = "8,64"
 TOKENS = 32768  # of a GPU, by default
+# Of `--calibrate`: small batches, where launches and the host count, to those of the kernel's speed
+MIXES = ",".join(f"{name}{tokens}" for tokens in (4, 8, 32) for name in ("short", "magi", "tail"))
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,9 @@ class Options:
     window: int
     seeds: int
     cp: list[int] | None
+    calibrate: bool
+    device: str
+    transport: str
     out: Path | None
     quiet: bool
 
@@ -52,7 +62,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
     names = ", ".join(DISTRIBUTIONS)
     p.add_argument(
         "--mix", metavar="NAMES", help=f"mixes of documents, separated by commas: {names}, each "
-        "with the 1024s of tokens of a GPU, as in the default tail32",
+        "with the 1024s of tokens of a GPU, as in the default tail32; default of --calibrate "
+        f"{MIXES}",
     )  # fmt: skip
     p.add_argument(
         "--lengths", metavar="FILE", help="draw documents from these lengths instead: text with "
@@ -62,22 +73,41 @@ def add_options(p: argparse.ArgumentParser) -> None:
         "--tokens", metavar="N", help=f"of a GPU, for a mix without a number; default {TOKENS}"
     )
     for name, default, meaning in (
-        ("--gpus", "8,64", "numbers of GPUs, separated by commas"),
         ("--gpus-per-host", "8", "GPUs that share NVLink"),
         ("--heads", "32:8", "query heads and KV heads"),
         ("--head-dim", "128", "up to 256"),
         ("--layers", "16", "of the model"),
         ("--window", "-1", "keys before a query to which it attends, -1 for all"),
         ("--seeds", "5", "batches of each case"),
+    ):
+        p.add_argument(name, default=default, metavar="N", help=f"{meaning}; default {default}")
+    forward, backward = (
+        ", ".join(f"{rates[at]} (d{d})" for d, rates in TFLOPS.items()) for at in range(2)
+    )
+    for name, default, meaning in (
+        ("--gpus", GPUS, "numbers of GPUs, separated by commas"),
         ("--nvlink", f"{NVLINK_GB_S:g}", "GB/s over NVLink into a GPU, and out of it"),
         ("--nic", f"{NIC_GB_S:g}", "GB/s of the network card of each GPU, each way"),
         ("--message", f"{MESSAGE_US:g}", "microseconds that each message costs its link"),
+        ("--forward", forward, "TFLOP/s of the forward on whole tiles"),
+        ("--backward", backward, "TFLOP/s of the backward on whole tiles"),
     ):
-        p.add_argument(name, default=default, metavar="N", help=f"{meaning}; default {default}")
-    for name, at in (("--forward", 0), ("--backward", 1)):
-        default = ", ".join(f"{rates[at]} (d{d})" for d, rates in TFLOPS.items())
-        text = f"TFLOP/s of the {name[2:]} on whole tiles; default {default}"
-        p.add_argument(name, metavar="N", help=text)
+        p.add_argument(name, metavar="N", help=f"{meaning}; default {default}")
+    p.add_argument(
+        "--rates", type=Path, metavar="FILE", help="take rates from calibration.json instead of "
+        "these defaults",
+    )  # fmt: skip
+    p.add_argument(
+        "--calibrate", action="store_true", help="under torchrun: measure the mixes on the GPUs of "
+        "the job, fit the rates, and compare predictions with further batches",
+    )  # fmt: skip
+    p.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda",
+        help="of --calibrate; cpu: a smoke run, give small mixes",
+    )  # fmt: skip
+    p.add_argument(
+        "--transport", choices=TRANSPORTS, default="auto", help="of --calibrate; default auto"
+    )
     p.add_argument(
         "--cp", metavar="SIZES", help="sizes of static groups, separated by commas; default all "
         "powers of two that divide the GPUs",
@@ -90,8 +120,8 @@ def options(given: argparse.Namespace) -> Options:
     """Raises BenchError: a value is wrong; one line, with what is allowed."""
     heads = _heads(given.heads, _number("--head-dim", given.head_dim, 1, max(TFLOPS)))
     per_host = _number("--gpus-per-host", given.gpus_per_host, 1, MOST_GPUS)
-    gpus = _numbers("--gpus", given.gpus, 2, MOST_GPUS)
-    for world in gpus:
+    gpus = _job(given) if given.calibrate else _numbers("--gpus", given.gpus or GPUS, 2, MOST_GPUS)
+    for world in () if given.calibrate else gpus:
         if world > per_host and world % per_host:
             near = world // per_host * per_host
             raise BenchError(
@@ -108,29 +138,75 @@ def options(given: argparse.Namespace) -> Options:
             raise BenchError(
                 f"{mix.name}: {mix.tokens} tokens on {max(gpus)} GPUs are 2^31 or more: give fewer"
             )
-    default = TFLOPS[kernel_head_dim(heads.head_dim)]
-    forward, backward = (
-        _rate(name, f"{speed}" if asked is None else asked) * 1e12
-        for name, asked, speed in (
-            ("--forward", given.forward, default[0]),
-            ("--backward", given.backward, default[1]),
-        )
-    )
-    links = _rate("--nvlink", given.nvlink) * 1e9, _rate("--nic", given.nic) * 1e9
-    message = _rate("--message", given.message, zero=True) * 1e-6
     return Options(
         mixes=mixes,
         gpus=gpus,
         per_host=per_host,
         heads=heads,
         layers=_number("--layers", given.layers, 1, 10_000),
-        rates=Rates(forward, backward, *links, message),
+        rates=_rates(given, heads),
         window=_number("--window", given.window, -1, MAX_ROWS),
         seeds=_number("--seeds", given.seeds, 1, 1000),
         cp=cp,
+        calibrate=given.calibrate,
+        device=given.device,
+        transport=given.transport,
         out=given.out,
         quiet=given.quiet,
     )
+
+
+def _job(given: argparse.Namespace) -> list[int]:
+    """The number of ranks of the torchrun job."""
+    if given.gpus is not None:
+        raise BenchError(f"--calibrate with --gpus {given.gpus}: it runs on the GPUs of the job")
+    world = job_ranks()[1]
+    if world < 2:
+        raise BenchError("--calibrate on 1 rank: start it with torchrun --nproc-per-node 2 or more")
+    return [world]
+
+
+def _rates(given: argparse.Namespace, heads: Heads) -> Rates:
+    """Those of a file or the defaults, and each that is given instead."""
+    dim = kernel_head_dim(heads.head_dim)
+    forward, backward = (1e12 * speed for speed in TFLOPS[dim])
+    rates = Rates(forward, backward, NVLINK_GB_S * 1e9, NIC_GB_S * 1e9, MESSAGE_US * 1e-6)
+    if given.rates is not None:
+        rates = _read_rates(given.rates, dim)
+
+    def rate(name: str, unit: float, default: float) -> float:
+        text = getattr(given, name)
+        return default if text is None else unit * _rate(f"--{name}", text, name == "message")
+
+    return replace(
+        rates,
+        forward=rate("forward", 1e12, rates.forward),
+        backward=rate("backward", 1e12, rates.backward),
+        nvlink=rate("nvlink", 1e9, rates.nvlink),
+        nic=rate("nic", 1e9, rates.nic),
+        message=rate("message", 1e-6, rates.message),
+    )
+
+
+def _read_rates(path: Path, dim: int) -> Rates:
+    """From `calibration.json`. dim: the kernel's head dim."""
+    try:
+        content = json.loads(path.read_text())
+        found = content["rates"]
+        forward, backward = (Overhead(**x) for x in found.pop("overheads"))
+        rates, measured = Rates(**found, overheads=(forward, backward)), content["heads"]
+        head_dim = int(measured["head_dim"])
+    except OSError as error:
+        raise BenchError(f"--rates {path}: {error.strerror}: give a file") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise BenchError(
+            f"--rates {path}: {type(error).__name__} {error}: give calibration.json of --calibrate"
+        ) from None
+    if kernel_head_dim(head_dim) != dim:
+        raise BenchError(
+            f"--rates {path}: measured with head dim {head_dim}: give --head-dim {head_dim}"
+        )
+    return rates
 
 
 def _mixes(given: argparse.Namespace, least: int) -> list[Mix]:
@@ -149,7 +225,8 @@ def _mixes(given: argparse.Namespace, least: int) -> list[Mix]:
                 "give more --gpus or --tokens"
             )
         return [Mix(path.stem, from_lengths(lengths), tokens)]
-    return [_mix(name, tokens) for name in _split("tail32" if given.mix is None else given.mix)]
+    default = MIXES if given.calibrate else "tail32"
+    return [_mix(name, tokens) for name in _split(default if given.mix is None else given.mix)]
 
 
 def _mix(name: str, tokens: int | None) -> Mix:

@@ -6,12 +6,36 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Overhead:
+    """Seconds of a forward, or of a backward, that do not depend on the number of scores.
+
+    Of the GPU:
+    call     each call
+    launch   each launch after the first
+    tile     128 rows of one query head, for each launch that attends with them; in a backward 128
+             keys, for each query head
+    Of the host that starts the call:
+    host          each call
+    host_launch   each launch after the first
+    host_message  each message to or from the rank
+    """
+
+    call: float = 0.0
+    launch: float = 0.0
+    tile: float = 0.0
+    host: float = 0.0
+    host_launch: float = 0.0
+    host_message: float = 0.0
+
+
+@dataclass(frozen=True)
 class Rates:
     """Speeds of one GPU and its links.
 
     forward, backward  FLOP/s of attention, over whole tiles of scores
     nvlink, nic        bytes a second into a GPU, and as many out of it at the same time
     message            seconds that a link spends on a message, whatever its size
+    overheads          of a forward and a backward; by default unknown, so none
     """
 
     forward: float
@@ -19,6 +43,7 @@ class Rates:
     nvlink: float
     nic: float
     message: float
+    overheads: tuple[Overhead, Overhead] = (Overhead(), Overhead())
 
 
 # TFLOP/s of RingFA3's kernels, forward and backward, by their head dim: medians on one H200.

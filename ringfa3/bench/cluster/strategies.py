@@ -15,15 +15,19 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ringfa3.bench.cluster.time_model import Floats, Heads, Load, Traffic
+from ringfa3.bench.cluster.time_model import Floats, Heads, Launches, Load, Traffic, Work
 from ringfa3.bench.cluster.traffic import (
     bounding_rows,
     forwarded_rows,
-    held_by_messages,
     rows_to,
+    tiles_of_launches,
 )
 from ringfa3.planning.context_plan import ContextPlan, plan_context
-from ringfa3.planning.placement.costs import Cost, Ints, block_cost
+from ringfa3.planning.exchange.buffers import rows_of_buffers
+from ringfa3.planning.exchange.landing import HostRanks, Landing
+from ringfa3.planning.exchange.launches import launch_of_step
+from ringfa3.planning.placement.costs import TILE, Cost, Ints, block_cost
+from ringfa3.symmetric.forward_mode import select_forward_mode
 from ringfa3.symmetric.ipc_memory import ring_bytes
 
 TWO_LEVELS, DIRECT, SYMMETRIC, FLAT_RING = "two levels", "direct", "symmetric", "flat ring"
@@ -62,17 +66,22 @@ class Batch:
         return block_cost(self.lengths, left, np.zeros_like(left))
 
     @property
-    def ideal(self) -> float:
-        """Blocks of a rank if documents were uncut and work were equal."""
+    def ideal(self) -> Work:
+        """Of a rank if documents were uncut and work were equal."""
         document = np.arange(len(self.lengths))
-        return float(self.cost(document, 0 * document, self.lengths).sum()) / self.world
+        blocks = self.cost(document, 0 * document, self.lengths).sum()
+        return Work(blocks / self.world, (-(-self.lengths // TILE)).sum() / self.world)
+
+    @property
+    def cumulative(self) -> list[int]:
+        """Lengths from 0 to the total."""
+        return [0, *np.cumsum(self.lengths).tolist()]
 
     @cached_property
     def plan(self) -> ContextPlan:
         """RingFA3's, of rank 0. All ranks have the same tables of what they exchange."""
-        cumulative = [0, *np.cumsum(self.lengths).tolist()]
-        group = 0, self.world
-        return plan_context(cumulative, group, window_size=(self.left, -1), hosts=self.hosts)
+        group, window = (0, self.world), (self.left, -1)
+        return plan_context(self.cumulative, group, window_size=window, hosts=self.hosts)
 
     @cached_property
     def placed(self) -> tuple[Floats, Floats]:
@@ -95,7 +104,8 @@ def loads(batch: Batch, cp: Sequence[int]) -> dict[str, Load]:
 def direct(batch: Batch) -> Load:
     """Each row goes from its owner straight to every rank that needs it."""
     rows = rows_to(batch.plan.kv_exchange, np.arange(batch.world))
-    return Load(*batch.placed, *_by_link(batch, rows), _held(batch, [0] * batch.world))
+    launches, held = _by_messages(batch, [0] * batch.world)
+    return Load(*batch.placed, launches, *_by_link(batch, rows), held)
 
 
 def two_levels(batch: Batch) -> Load:
@@ -121,39 +131,48 @@ def two_levels(batch: Batch) -> Load:
     arrives = to_host.sum(0)[host] / per_host
     pairs = np.maximum((to_host > 0).sum(0)[host], _by_host(batch, (to_host > 0).sum(1)))
     nic = Traffic(arrives, _by_host(batch, to_host.sum(1)) / per_host, pairs / per_host)
-    return Load(*batch.placed, nvlink, nic, _held(batch, batch.plan.hosts))
+    launches, held = _by_messages(batch, batch.plan.hosts)
+    return Load(*batch.placed, launches, nvlink, nic, held)
 
 
 def symmetric(batch: Batch) -> Load:
     """One host: each reader copies one range of the rows that an owner publishes."""
     nvlink, nic = _by_link(batch, bounding_rows(batch.plan.kv_exchange))
-    k = torch.empty((0, batch.heads.kv_heads, batch.heads.head_dim), dtype=torch.bfloat16)
+    q, k = (
+        torch.empty((0, heads, batch.heads.head_dim), dtype=torch.bfloat16)
+        for heads in (batch.heads.heads, batch.heads.kv_heads)
+    )
     held = np.full(batch.world, float(ring_bytes(batch.plan, k)))
-    return Load(*batch.placed, nvlink, nic, held)
+    hops = _by_hop(batch)
+    one = select_forward_mode(batch.plan, q, k) == "gathered"
+    forward = _launches(batch, np.zeros(batch.world, np.int64))[0] if one else hops[0]
+    return Load(*batch.placed, (forward, hops[1]), nvlink, nic, held)
 
 
 def flat_ring(batch: Batch) -> Load:
     """Each row passes every rank from its owner to its farthest reader."""
     passing = forwarded_rows(batch.plan.kv_exchange)
     nvlink, nic = _ring_links(batch, passing.sum(0), (passing > 0).sum(0))
-    return Load(*batch.placed, nvlink, nic, _two_buffers(batch, batch.placed[1]))
+    held = _two_buffers(batch, batch.placed[1])
+    return Load(*batch.placed, _by_hop(batch), nvlink, nic, held)
 
 
 def static_groups(batch: Batch, cp: int) -> Load:
     """Groups of `cp` ranks, data parallel: a document goes to the group with fewest tokens so far,
     in the order of the batch, and K/V go around the ring of its ranks."""
     group = _deal(batch.lengths, batch.world // cp)
-    blocks, tokens = _cut_over(batch, group, batch.world // cp, cp)
+    blocks, tokens, tiles = _cut_over(batch, group, batch.world // cp, cp)
     in_group = np.repeat(tokens.reshape(-1, cp).sum(1), cp)
     hops = np.full(batch.world, cp - 1.0)
     nvlink, nic = _ring_links(batch, in_group - tokens, hops, cp)
-    return Load(blocks, tokens, nvlink, nic, _two_buffers(batch, tokens) * (cp > 1))
+    held = _two_buffers(batch, tokens) * (cp > 1)
+    return Load(blocks, tokens, _around(tiles, cp), nvlink, nic, held)
 
 
 def ulysses_ring(batch: Batch) -> Load:
     """All-to-alls of heads and tokens inside a host, a ring of all its ranks between hosts."""
     heads, per_host, hosts = batch.heads, batch.per_host, batch.hosts
-    blocks, tokens = _cut_over(batch, np.zeros(len(batch.lengths), np.int64), 1, hosts)
+    blocks, tokens, tiles = _cut_over(batch, np.zeros(len(batch.lengths), np.int64), 1, hosts)
     copies = max(1.0, per_host / heads.kv_heads)  # of K/V, so that each rank has a head
     share = -(-heads.heads // per_host) / heads.heads  # of a rank's heads
     tokens = tokens.repeat(per_host) / per_host
@@ -166,6 +185,7 @@ def ulysses_ring(batch: Batch) -> Load:
     return Load(
         blocks.repeat(per_host) * share,
         tokens,
+        _around(tiles.repeat(per_host) * share, hosts),
         Traffic.none(batch.world),
         Traffic(ring, ring, hops, True) if hosts > 1 else Traffic.none(batch.world),
         held * heads.row_bytes,
@@ -174,10 +194,37 @@ def ulysses_ring(batch: Batch) -> Load:
     )
 
 
-def _held(batch: Batch, hosts: Sequence[int]) -> Floats:
-    """(world,) bytes of buffers by messages. hosts: as in `held_by_messages`."""
-    rows = held_by_messages(batch.plan.kv_exchange, hosts)
-    return rows.astype(float) * batch.heads.row_bytes
+def _by_messages(batch: Batch, hosts: Sequence[int]) -> tuple[tuple[Launches, Launches], Floats]:
+    """Launches, and (world,) bytes of buffers. hosts: of each rank; where all are equal, owners
+    send to all readers."""
+    exchange = batch.plan.kv_exchange
+    landing = Landing.of(exchange, tuple(hosts))
+    launch = launch_of_step(exchange, landing)
+    rows = rows_of_buffers(exchange, landing, launch).astype(float)
+    return _launches(batch, launch, landing.ranks), rows * batch.heads.row_bytes
+
+
+def _by_hop(batch: Batch) -> tuple[Launches, Launches]:
+    """A launch for each hop."""
+    return _launches(batch, np.arange(batch.world))
+
+
+def _launches(
+    batch: Batch, launch: Ints, ranks: HostRanks | None = None
+) -> tuple[Launches, Launches]:
+    """launch: (steps,) of each step; ranks: default one host."""
+    one_host = (0,) * batch.world
+    found = tiles_of_launches(batch.plan, ranks or HostRanks.of(one_host), launch)
+    count = int(found[0].max())
+    forward, backward = (Launches(count, tiles.astype(float)) for tiles in found[1:])
+    return forward, backward
+
+
+def _around(tiles: Floats, ring: int) -> tuple[Launches, Launches]:
+    """tiles: (world,) of a rank's own rows, of which a causal ring attends with three quarters at
+    each hop."""
+    of_ring = Launches(ring, tiles * (1 + 0.75 * (ring - 1)))
+    return of_ring, of_ring
 
 
 def _by_link(batch: Batch, rows: Ints) -> tuple[Traffic, Traffic]:
@@ -231,8 +278,9 @@ def _deal(lengths: Ints, groups: int) -> Ints:
     return np.array(dealt, np.int64)
 
 
-def _cut_over(batch: Batch, group: Ints, groups: int, ranks: int) -> tuple[Floats, Floats]:
-    """(groups * ranks,) blocks and tokens where each document of a group is cut over its ranks.
+def _cut_over(batch: Batch, group: Ints, groups: int, ranks: int) -> tuple[Floats, Floats, Floats]:
+    """(groups * ranks,) blocks, tokens and tiles where each document of a group is cut over its
+    ranks.
 
     Of 2 * ranks equal chunks each rank has an early and a late one, and the last rank both in the
     middle as one.
@@ -244,5 +292,8 @@ def _cut_over(batch: Batch, group: Ints, groups: int, ranks: int) -> tuple[Float
     document = np.broadcast_to(np.arange(len(edges))[:, None], length.shape)
     owner = ((ranks * group)[:, None] + np.minimum(chunk, 2 * ranks - 2 - chunk)).ravel()
     cost = batch.cost(document, edges[:, :-1], length)
-    blocks, tokens = (np.bincount(owner, x.ravel(), groups * ranks) for x in (cost, length))
-    return blocks.astype(float), tokens.astype(float)
+    blocks, tokens, tiles = (
+        np.bincount(owner, x.ravel(), groups * ranks).astype(float)
+        for x in (cost, length, -(-length // TILE))
+    )
+    return blocks, tokens, tiles

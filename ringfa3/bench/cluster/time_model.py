@@ -1,12 +1,14 @@
 """Predicted seconds of attention in a step: forward and backward of one layer on all ranks.
 
-Each direction takes as long as the slowest of three: the work of a rank, what a GPU moves over
-NVLink, and what it moves between hosts. They overlap fully. All-to-alls come on top.
+Each direction takes as long as the slowest of four: the work of a rank, what its host needs to
+start it, what a GPU moves over NVLink, and what it moves between hosts. They overlap fully.
+All-to-alls come on top.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +18,9 @@ from ringfa3.planning.placement.costs import TILE
 
 Floats = npt.NDArray[np.float64]
 
-COMPUTE, NVLINK, NIC, ALL_TO_ALL = "compute", "NVLink", "NIC", "all-to-all"
+COMPUTE, HOST, NVLINK, NIC = "compute", "host", "NVLink", "NIC"
+ALL_TO_ALL = "all-to-all"
+DIRECTIONS = range(2)  # forward and backward
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,32 @@ class Traffic:
         return ways if self.rings else ways[::-1]
 
 
+class Work(NamedTuple):
+    """Of a rank: blocks of TILE x TILE scores, and tiles of TILE rows, both of one query head."""
+
+    blocks: float
+    tiles: float
+
+
+class Launches(NamedTuple):
+    """Launches of a call, and the tiles of each rank.
+
+    number  of launches on the rank with most
+    tiles   (world,) tiles of TILE rows of queries, in a backward of keys, once for each launch that
+            attends with them
+    """
+
+    number: int
+    tiles: Floats
+
+
 @dataclass(frozen=True)
 class Load:
     """What a strategy asks of each rank for one layer, (world,) each.
 
     blocks       of TILE x TILE scores
     tokens       of its own
+    launches     of a forward and a backward
     nvlink, nic  what it moves inside its host and between hosts
     held         bytes of buffers in a backward, for K/V and dK/dV other than its own
     exchanged    bytes of a forward's all-to-alls that it sends over NVLink, and of a backward's
@@ -103,10 +127,23 @@ class Load:
 
     blocks: Floats
     tokens: Floats
+    launches: tuple[Launches, Launches]
     nvlink: Traffic
     nic: Traffic
     held: Floats
     exchanged: tuple[float, float] = (0.0, 0.0)
+
+    def on_gpu(self, heads: Heads, direction: int) -> tuple[float, float, float, float]:
+        """What `Rates` price of a GPU, on the rank with most of each: calls, launches after the
+        first, tiles of all query heads, and FLOPs."""
+        number, tiles = self.launches[direction]
+        flops = heads.flops(float(self.blocks.max()))[direction]
+        return 1, number - 1, heads.heads * float(tiles.max()), flops
+
+    def on_host(self, direction: int) -> tuple[float, float, float]:
+        """The same of a host: calls, launches after the first, and messages."""
+        messages = float((self.nvlink.messages + self.nic.messages).max())
+        return 1, self.launches[direction].number - 1, (1 + direction) * messages
 
 
 @dataclass(frozen=True)
@@ -139,23 +176,15 @@ class Prediction:
     held_gb: float
 
 
-def predict(load: Load, ideal: float, heads: Heads, rates: Rates) -> Prediction:
-    """ideal: blocks of a rank if documents were uncut and work were equal."""
-    speeds = rates.forward, rates.backward
-    most, least = heads.flops(float(load.blocks.max())), heads.flops(ideal)
-    compute, wanted = (
-        [1e3 * flops / speed for flops, speed in zip(x, speeds, strict=True)] for x in (most, least)
-    )
-    nvlink = load.nvlink.seconds(rates.nvlink, rates.message, heads)
-    nic = load.nic.seconds(rates.nic, rates.message, heads)
-    parts = {
-        COMPUTE: compute,
-        NVLINK: [1e3 * x for x in nvlink],
-        NIC: [1e3 * x for x in nic],
-        ALL_TO_ALL: [1e3 * x / rates.nvlink for x in load.exchanged],
-    }
-    overlapped = [max(parts[p][i] for p in (COMPUTE, NVLINK, NIC)) for i in range(2)]
-    times = [t + x for t, x in zip(overlapped, parts[ALL_TO_ALL], strict=True)]
+def predict(load: Load, ideal: Work, heads: Heads, rates: Rates) -> Prediction:
+    """ideal: of a rank if documents were uncut and work were equal."""
+    parts = milliseconds(load, heads, rates)
+    times = overlapped(parts)
+    flops = heads.flops(ideal.blocks)
+    wanted = [
+        1e3 * _gpu_seconds((1, 0, heads.heads * ideal.tiles, flops[i]), rates, i)
+        for i in DIRECTIONS
+    ]
     over_links = [float(x.received_bytes(heads).mean()) for x in (load.nvlink, load.nic)]
     return Prediction(
         step=sum(times) / sum(wanted),
@@ -167,8 +196,44 @@ def predict(load: Load, ideal: float, heads: Heads, rates: Rates) -> Prediction:
         limit=max(parts, key=lambda part: sum(parts[part])),
         work=float(load.blocks.max() / load.blocks.mean()),
         tokens=float(load.tokens.max() / load.tokens.mean()),
-        inflation=float(load.blocks.mean() / ideal),
+        inflation=float(load.blocks.mean() / ideal.blocks),
         nvlink_gb=(over_links[0] + sum(load.exchanged)) / 1e9,
         nic_gb=over_links[1] / 1e9,
         held_gb=float(load.held.max()) / 1e9,
     )
+
+
+def milliseconds(load: Load, heads: Heads, rates: Rates) -> dict[str, list[float]]:
+    """By part: of a forward and of a backward."""
+    links = (
+        load.nvlink.seconds(rates.nvlink, rates.message, heads),
+        load.nic.seconds(rates.nic, rates.message, heads),
+    )
+    parts = {
+        COMPUTE: [_gpu_seconds(load.on_gpu(heads, i), rates, i) for i in DIRECTIONS],
+        HOST: [_host_seconds(load.on_host(i), rates, i) for i in DIRECTIONS],
+        NVLINK: links[0],
+        NIC: links[1],
+        ALL_TO_ALL: [x / rates.nvlink for x in load.exchanged],
+    }
+    return {part: [1e3 * x for x in seconds] for part, seconds in parts.items()}
+
+
+def overlapped(parts: dict[str, list[float]]) -> list[float]:
+    """Milliseconds of a forward and of a backward, from `milliseconds`."""
+    longest = (max(parts[p][i] for p in (COMPUTE, HOST, NVLINK, NIC)) for i in DIRECTIONS)
+    return [t + x for t, x in zip(longest, parts[ALL_TO_ALL], strict=True)]
+
+
+def _gpu_seconds(counts: tuple[float, float, float, float], rates: Rates, direction: int) -> float:
+    """counts: as in `Load.on_gpu`."""
+    x, speed = rates.overheads[direction], (rates.forward, rates.backward)[direction]
+    calls, launches, tiles, flops = counts
+    return calls * x.call + launches * x.launch + tiles * x.tile + flops / speed
+
+
+def _host_seconds(counts: tuple[float, float, float], rates: Rates, direction: int) -> float:
+    """counts: as in `Load.on_host`."""
+    x = rates.overheads[direction]
+    calls, launches, messages = counts
+    return calls * x.host + launches * x.host_launch + messages * x.host_message

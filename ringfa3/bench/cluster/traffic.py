@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from ringfa3.planning.exchange.landing import Landing
-from ringfa3.planning.exchange.launches import launch_of_step
-from ringfa3.planning.kv_exchange import KVExchange
-from ringfa3.planning.placement.costs import Bools, Ints
+from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.exchange.landing import HostRanks
+from ringfa3.planning.kv_exchange import KVExchange, PlacedSegments
+from ringfa3.planning.placement.costs import TILE, Ints
 from ringfa3.planning.tile_schedule import join_ranges
+from ringfa3.planning.tiling import band, pair_sequences
 
 
 def rows_to(exchange: KVExchange, destination: Ints) -> Ints:
@@ -51,36 +50,23 @@ def forwarded_rows(exchange: KVExchange) -> Ints:
     return passing
 
 
-def held_by_messages(exchange: KVExchange, hosts: Sequence[int]) -> Ints:
-    """(world,) rows of all buffers of K/V: two of arriving rows and one of leaving rows; and with
-    two levels, two of rows that land, one of those that leave to land, one of those that go on.
+def tiles_of_launches(plan: ContextPlan, ranks: HostRanks, launch: Ints) -> tuple[Ints, Ints, Ints]:
+    """(world,) each: launches that attend to any key; tiles of TILE query rows, once for each
+    launch that attends with them; and tiles of TILE keys to which a rank attends.
 
-    hosts: of each rank; where all are equal, owners send to all readers.
+    launch: (steps,) of each `HostRanks.step`. Tiles begin with a segment, of which all count.
     """
-    landing = Landing.of(exchange, tuple(hosts))
-    launch, ranks = launch_of_step(exchange, landing), landing.ranks
-    count, world, (host_count, most) = int(launch[-1]) + 1, len(ranks.host), ranks.ranks.shape
-
-    def by_launch(rank: Ints, launch: Ints, size: Ints, chosen: Bools) -> Ints:
-        """(world, launches) sums over the chosen runs."""
-        at = (count * rank + launch)[chosen]
-        rows = np.bincount(at, size[chosen], world * count)
-        return rows.astype(np.int64).reshape(world, count)
-
-    def in_two(rows: Ints) -> Ints:
-        """Of two buffers, which columns use in turn."""
-        return np.asarray(rows[:, ::2].max(1, initial=0) + rows[:, 1::2].max(1, initial=0))
-
-    owner, hop, begin, end = exchange.runs().T
-    reader, size = (owner + hop) % world, end - begin
-    at, via = launch[ranks.step(owner, reader)], landing.rank[owner, ranks.host[reader]]
-    arriving = by_launch(reader, at, size, via >= -1)
-    held = in_two(arriving) + by_launch(owner, at, size, via < 0).max(1)
-    held = held + by_launch(via, at, size, via >= 0).max(1)
-
-    owner, host, begin, end = landing.runs.T
-    to, size = landing.rank[owner, host], end - begin
-    at = launch[most * ((host - ranks.host[owner]) % host_count)]  # a batch lands for one launch
-    landed = by_launch(to, at, size, to >= 0)
-    held = held + in_two(landed[:, np.unique(at[to >= 0])])
-    return np.asarray(held + by_launch(owner, at, size, to >= 0).max(1))
+    placed = PlacedSegments.of(plan.shards)
+    segments, tiles = placed.segments, -(-placed.segments.length // TILE)
+    pairs = pair_sequences(segments, segments)
+    bands = band(segments, segments, *pairs, 0, *plan.effective_window)
+    reader, owner = placed.owner[bands.query], placed.owner[bands.key]
+    at, count = launch[ranks.step(owner, reader)], int(launch[-1]) + 1
+    active = np.unique(count * reader + at) // count
+    visits = np.unique(count * bands.query + at) // count
+    key, by = np.divmod(np.unique(plan.world * bands.key + reader), plan.world)
+    sums = (active, None), (placed.owner[visits], tiles[visits]), (by, tiles[key])
+    launches, forward, backward = (
+        np.bincount(rank, rows, plan.world).astype(np.int64) for rank, rows in sums
+    )
+    return launches, forward, backward

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ringfa3.bench.cluster.mixes import DISTRIBUTIONS, Mix
 from ringfa3.bench.common.cases import Case, K, documents, short
 
 LENGTHS = "lengths"  # the only set of speed that also runs on fewer ranks
 MEMORY, ERROR, HOST, CHECKPOINT, FRESH = "memory", "error", "host", "checkpoint", "fresh"
 UNTIMED = (MEMORY, ERROR, HOST)
+MAGI, MIXES = "magi", "mixes"
+SEEDED = (MAGI, MIXES)  # batches of documents, a row for each
 STEPS = (CHECKPOINT, FRESH)  # a row is a forward and a backward of RingFA3, under "backward"
 RING_TOKENS = 256 * K  # of packed documents and windows
 SHARD_TOKENS = (4 * K, 16 * K, 64 * K)  # of each rank
+SEEDS = 4  # batches of a mix
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,28 @@ def packing(tokens: int, rng: random.Random) -> tuple[int, ...]:
     return documents(rng, tokens, min(64, max(1, tokens // 8)), max(2, tokens // 4))
 
 
+def magi(world: int, shrink: int) -> Iterable[RingCase]:
+    """MagiAttention's benchmark: 64:8 heads, its lengths, up to a quarter of the tokens."""
+    for case in _batches(MAGI, "magi", 8 * K // shrink, world):
+        yield replace(case, heads=64)
+
+
+def mixes(world: int, shrink: int) -> Iterable[RingCase]:
+    """Batches of short documents, and of a long tail."""
+    for tokens in (4 * K, 8 * K, 32 * K):
+        for name in ("short", "tail"):
+            yield from _batches(MIXES, name, tokens // shrink, world)
+
+
+def _batches(set_name: str, name: str, tokens: int, world: int) -> Iterable[RingCase]:
+    """Cases of a mix of `tokens` a GPU."""
+    mix = Mix(name, DISTRIBUTIONS[name], tokens)
+    for seed in range(SEEDS):
+        lengths = tuple(mix.draw(seed, world).tolist())
+        label = f"{name}, {short(tokens)} a GPU, seed {seed}"
+        yield ring_case(set_name, label, lengths, world)
+
+
 RING_SETS = {
     LENGTHS: one_sequence,
     "documents": packed_documents,
@@ -108,4 +134,6 @@ RING_SETS = {
     HOST: host_time,
     CHECKPOINT: checkpointed_block,
     FRESH: fresh_packings,
+    MAGI: magi,
+    MIXES: mixes,
 }

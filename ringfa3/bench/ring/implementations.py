@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,6 +34,7 @@ from ringfa3.bench.common.problem import (
 )
 from ringfa3.bench.ring.cases import RingCase
 from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.placement.costs import Ints
 from ringfa3.ring.group import RingGroup
 from ringfa3.symmetric import forward_mode
 
@@ -185,14 +187,35 @@ class SingleGpu:
 
 
 class SingleGpuSameMask:
-    """One GPU on a rank's number of tokens, under the same mask."""
+    """One GPU on a rank's number of tokens, under the same mask: see `documents_of_a_rank`."""
 
     def __init__(self, implementation: SingleDevice) -> None:
         self.implementation, self.name = implementation, f"{implementation.name} alone, same mask"
 
     def prepare(self, problem: Problem) -> PreparedRun:
         case = ring_case_of(problem.case)
-        shard = replace(case, lengths=(-(-case.tokens // case.world),), world=1)
+        shard = replace(case, lengths=documents_of_a_rank(case), world=1)
         local = make_problem(shard, problem.direction, problem.q.dtype, problem.q.device)
         flops = shard.flops(problem.direction)
         return replace(self.implementation.prepare(local), outputs=None, flops=flops)
+
+
+def documents_of_a_rank(case: RingCase) -> tuple[int, ...]:
+    """Lengths of consecutive documents with a rank's number of tokens; the last one is cut to fit.
+
+    Of all first documents, the one from which the causal pairs are nearest to a rank's mean.
+    """
+    tokens = -(-case.tokens // case.world)
+
+    def pairs(lengths: Ints) -> int:
+        return int((lengths * (lengths + 1) // 2).sum())
+
+    def taken_from(first: int) -> Ints:
+        ends = np.cumsum(np.roll(case.lengths, -first))
+        taken: Ints = np.diff(np.minimum(ends, tokens), prepend=0)
+        return taken
+
+    mean = pairs(np.array(case.lengths, np.int64)) / case.world
+    found = map(taken_from, range(len(case.lengths)))
+    nearest = min(found, key=lambda lengths: abs(pairs(lengths) - mean))
+    return tuple(nearest[nearest > 0].tolist())

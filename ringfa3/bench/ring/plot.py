@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ringfa3.bench.common.cases import short
 from ringfa3.bench.common.plot import COLOURS, Grid, Panel, Series, heads_label
 from ringfa3.bench.common.results import RingRow, Row
-from ringfa3.bench.ring.cases import LENGTHS, STEPS, UNTIMED
+from ringfa3.bench.ring.cases import LENGTHS, SEEDED, STEPS, UNTIMED
 
 
 def ring_figures(rows: list[Row]) -> Iterator[tuple[str, Grid]]:
@@ -16,7 +16,8 @@ def ring_figures(rows: list[Row]) -> Iterator[tuple[str, Grid]]:
         yield LENGTHS, worlds_grid(lengths)
         if len({row.world for row in lengths}) > 1:
             yield "scaling", [scaling_panels(lengths)]
-    if masked := [row for row in ring if row.set not in (LENGTHS, *STEPS, *UNTIMED)]:
+    undrawn = (LENGTHS, *SEEDED, *STEPS, *UNTIMED)
+    if masked := [row for row in ring if row.set not in undrawn]:
         yield "masks", worlds_grid(masked)
 
 

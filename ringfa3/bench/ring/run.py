@@ -40,6 +40,7 @@ from ringfa3.bench.ring.cases import (
     HOST,
     LENGTHS,
     MEMORY,
+    SEEDED,
     STEPS,
     UNTIMED,
     RingCase,
@@ -186,6 +187,8 @@ class Job:
         loaded, rings = self.loaded, self.rings(case, direction, comm)
         if case.set in (ERROR, HOST, *STEPS):
             return [*rings]
+        if case.set in SEEDED:
+            return [*rings, SingleGpuSameMask(loaded.single)]
         found: list[Implementation] = [*rings]
         if case.set != MEMORY:
             if case.world < max(self.worlds):

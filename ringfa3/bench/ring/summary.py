@@ -7,7 +7,17 @@ from collections.abc import Callable, Iterable
 from ringfa3.bench.common.report import row_line, row_name
 from ringfa3.bench.common.results import Results, RingRow, Row
 from ringfa3.bench.common.table import figure
-from ringfa3.bench.ring.cases import CHECKPOINT, ERROR, FRESH, HOST, LENGTHS, MEMORY
+from ringfa3.bench.common.timing import median
+from ringfa3.bench.ring.cases import (
+    CHECKPOINT,
+    ERROR,
+    FRESH,
+    HOST,
+    LENGTHS,
+    MAGI,
+    MEMORY,
+    MIXES,
+)
 from ringfa3.bench.ring.peers import ZIGZAG
 
 MIB = 1 << 20
@@ -155,6 +165,25 @@ def _fresh(rows: list[RingRow]) -> str:
     return f"{' / '.join(rows[0].implementations)}: {'; '.join(texts)}"
 
 
+def _seeded(rows: list[RingRow]) -> str:
+    """By direction, world and mix, medians over seeds: TFLOP/s, and shares of one GPU's."""
+    texts = []
+    batches = [(row.direction, row.world, row.label.rpartition(", ")[0]) for row in rows]
+    for batch in dict.fromkeys(batches):
+        here = [row for row, own in zip(rows, batches, strict=True) if own == batch]
+        direction, world, mix = batch
+        rates = [tflops for row in here if (tflops := row.tflops(row.first))]
+        rate = figure(median(rates) if rates else None)
+        text = f"{direction} on {world}, {mix}: {rate} TFLOP/s a GPU"
+        for name in here[0].implementations[1:]:
+            ratios = [c.ratio for row in here if (c := row.comparisons.get(name)) and c.ratio]
+            if ratios:
+                spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+                text += f", {median(ratios):.3f} of {name} ({spread})"
+        texts.append(text)
+    return "; ".join(texts)
+
+
 def host_microseconds(row: RingRow, name: str) -> tuple[str, ...]:
     """Of a forward and a backward of a row of `FRESH`, on the rank with most."""
     host = (row.host[f"{name}, {direction}"] for direction in ("forward", "backward"))
@@ -177,4 +206,6 @@ LINES: dict[str, Callable[[list[RingRow]], str]] = {
     HOST: _host,
     CHECKPOINT: _checkpoint,
     FRESH: _fresh,
+    MAGI: _seeded,
+    MIXES: _seeded,
 }

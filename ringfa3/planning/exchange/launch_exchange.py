@@ -90,12 +90,13 @@ class LaunchExchange:
         rank: int,
         hosts: tuple[int, ...],
         launch: Ints | None = None,
+        kv_budget: int | None = None,
     ) -> LaunchExchange:
         """hops: spans of the rank. hosts: of each rank. launch: (steps,) of each
-        `HostRanks.step`, ascending, 0 for step 0 alone; default `launch_of_step`.
+        `HostRanks.step`, ascending, 0 for step 0 alone; default `launch_of_step` for a budget.
         """
         landing = Landing.of(exchange, hosts)
-        launch = launch_of_step(exchange, landing) if launch is None else launch
+        launch = launch_of_step(exchange, landing, kv_budget) if launch is None else launch
         runs = _Runs.of(exchange, landing, rank, launch)
         world, count = len(hosts), int(launch[-1]) + 1
         came = runs.ordered((runs.reader == rank) & (runs.via < 0), runs.launch)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from ringfa3 import plan_context
 from ringfa3.bench.cluster.traffic import (
     bounding_rows,
     forwarded_rows,
-    held_by_messages,
     rows_to,
 )
 from ringfa3.planning.kv_exchange import KVExchange, plan_ring
@@ -47,21 +45,3 @@ def test_a_row_counts_once_for_each_host() -> None:
     exchange = plan_context(400, (0, 4), "contiguous").kv_exchange
     rows = rows_to(exchange, np.array([0, 0, 1, 1]))
     assert rows.tolist() == [[100, 100], [0, 100], [0, 100], [0, 0]]
-
-
-@pytest.mark.parametrize("documents", [1, 60])
-@pytest.mark.parametrize("hosts", [1, 2, 4, 8])
-def test_buffers_by_messages_are_those_of_the_launches(hosts: int, documents: int) -> None:
-    """Exactly. Reference: the rows that each rank's launches receive, send and pass on."""
-    rng = np.random.default_rng(0)
-    cumulative = [0, *np.cumsum(rng.integers(1, 3000, documents)).tolist()]
-    expected = []
-    for rank in range(8):
-        exchange = plan_context(cumulative, (rank, 8), hosts=hosts).by_messages()
-        landed = [batch.rows for batch in exchange.batches]
-        twice = exchange.rows[1::2], exchange.rows[2::2], landed[::2], landed[1::2]
-        sent = ([len(rows) for rows in flow.sent] for flow in exchange.flows)
-        expected.append(sum(max(rows, default=0) for rows in (*twice, *sent)))
-    plan = plan_context(cumulative, (0, 8), hosts=hosts)
-    assert held_by_messages(plan.kv_exchange, plan.hosts).tolist() == expected
-    assert min(expected) > 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import subprocess
 import sys
@@ -30,6 +28,7 @@ from ringfa3.bench.ring.cases import (
     FRESH,
     HOST,
     LENGTHS,
+    MAGI,
     MEMORY,
     RING_SETS,
     STEPS,
@@ -39,6 +38,7 @@ from ringfa3.bench.ring.cases import (
 from ringfa3.bench.ring.load_balance import LoadBalance
 from ringfa3.bench.ring.memory import MemoryMeter, MemoryUse
 from ringfa3.planning.context_plan import plan_context
+from tests.support.bench_job import bench_job
 from tests.support.dense import mask
 from tests.support.ranks import free_port, sacrifice
 
@@ -47,13 +47,9 @@ IMPLEMENTATIONS = ["RingFA3", "RingFA3 alone", "FA3 alone", "Ulysses on FA3"]
 
 def bench(group: dist.ProcessGroup, port: int, *arguments: str) -> tuple[int, str]:
     """The exit code of this rank of a job, and what it prints to stdout."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    dist.destroy_process_group()
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(x) for name, x in place.items()}}
     cases.SHARD_TOKENS = cases.SHARD_TOKENS[:1]  # each further shard takes as long
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        return main(["ring", *arguments]), printed.getvalue()
+    cases.SEEDS = 1
+    return bench_job(group, port, "ring", *arguments)
 
 
 def test_a_job_of_two_ranks_from_end_to_end(tmp_path: Path) -> None:
@@ -97,7 +93,7 @@ def test_a_job_of_two_ranks_from_end_to_end(tmp_path: Path) -> None:
 def test_sets_without_peers_from_end_to_end(tmp_path: Path) -> None:
     """Errors, host times, whole steps, and memory, which only a GPU has."""
     out = tmp_path / "out"
-    sets = ("error", "host", "memory", "checkpoint", "fresh")
+    sets = ("error", "host", "memory", "checkpoint", "fresh", "magi")
     arguments = ("--device", "cpu", "--set", *sets, "--out", str(out))
     (code, printed), (other, _) = sacrifice(2, 60, bench, free_port(), *arguments, limit=300)
     assert (code, other) == (0, 0)
@@ -108,7 +104,8 @@ def test_sets_without_peers_from_end_to_end(tmp_path: Path) -> None:
     rows = [row for row in found.rows if isinstance(row, RingRow)]
     blocks = [row for row in rows if row.set == CHECKPOINT]
     fresh = [row for row in rows if row.set == FRESH]
-    rows = [row for row in rows if row.set not in STEPS]
+    packed = [row for row in rows if row.set == MAGI]
+    rows = [row for row in rows if row.set not in (*STEPS, MAGI)]
     assert [(row.set, row.direction) for row in rows] == [
         (ERROR, FORWARD), (ERROR, FORWARD), (HOST, FORWARD),
         (ERROR, BACKWARD), (ERROR, BACKWARD), (HOST, BACKWARD),
@@ -134,13 +131,18 @@ def test_sets_without_peers_from_end_to_end(tmp_path: Path) -> None:
         (BACKWARD, 2, "4 a GPU"),
         (BACKWARD, 1, "4 a GPU"),
     ]
+    assert [(row.direction, row.world) for row in packed] == [(FORWARD, 2), (BACKWARD, 2)]
+    for row in packed:
+        ((name, found_pairs),) = row.comparisons.items()
+        assert name.endswith("alone, same mask")
+        assert len(found_pairs.seconds[0]) == 10
     for row in fresh:
         assert row.comparisons.keys() == {"a fresh plan", "a prepared plan"}
         assert all(len(c.seconds[0]) == len(c.seconds[1]) == 10 for c in row.comparisons.values())
         assert len(row.host) == 8
         assert all(len(seconds) == row.world for seconds in row.host.values())
     assert {path.name for path in out.iterdir()} == {"results.json", "table.txt"}
-    error, host, block, steps = printed.splitlines()[-4:]
+    error, host, mix, block, steps = printed.splitlines()[-5:]
     assert "error: on 2 ranks over one, against float64: RingFA3 out " in error
     assert " dv " in error
     assert "host: µs to start a call, by rank: forward RingFA3 without gradients " in host
@@ -148,6 +150,7 @@ def test_sets_without_peers_from_end_to_end(tmp_path: Path) -> None:
     assert "checkpoint: kept / recomputed / stored: 4 a GPU on 2: kept " in block
     assert block.endswith(" of stored, 1 / 2 / 1 rings forward")
     assert "fresh: the same plan again / a fresh plan / a prepared plan: 4 a GPU on 2: " in steps
+    assert "magi: forward on 2, magi, 8 a GPU: " in mix
 
 
 @pytest.mark.parametrize(
@@ -229,6 +232,14 @@ def test_the_sets_have_the_sizes_of_their_names() -> None:
         assert blocks == [4, 16, 64]
     for case in (*whole, documents, window, *shards[0], *exact, quick):
         assert (case.heads, case.kv_heads, case.head_dim) == (32, 8, 128)
+    for world in (4, 8):
+        batches = list(RING_SETS["magi"](world, 1))
+        assert len({case.lengths for case in batches}) == 4
+        for case in batches:
+            assert (case.heads, case.kv_heads, case.tokens) == (64, 8, 8192 * world)
+            assert max(case.lengths) <= case.tokens // 4
+        tokens = [case.tokens // world // 1024 for case in RING_SETS["mixes"](world, 1)]
+        assert tokens == [4] * 8 + [8] * 8 + [32] * 8
     assert whole[0].flops(FORWARD) == 4 * 32 * 128 * (16384 * 16385 // 2) // 4
 
 

@@ -28,8 +28,14 @@ from ringfa3.bench.common.problem import (
 from ringfa3.bench.common.results import RingRow
 from ringfa3.bench.common.timing import WallClock
 from ringfa3.bench.ring import implementations, peers
-from ringfa3.bench.ring.cases import RingCase
-from ringfa3.bench.ring.implementations import DenseRing, Ring, SingleGpu, SingleGpuSameMask
+from ringfa3.bench.ring.cases import RingCase, ring_case
+from ringfa3.bench.ring.implementations import (
+    DenseRing,
+    Ring,
+    SingleGpu,
+    SingleGpuSameMask,
+    documents_of_a_rank,
+)
 from ringfa3.bench.ring.peers import (
     ZIGZAG_FUNCTION,
     TorchRing,
@@ -191,6 +197,20 @@ def test_baselines_have_equal_flops() -> None:
     share = SingleGpuSameMask(RingFA3()).prepare(make_problem(window, FORWARD, torch.float32, CPU))
     assert share.run().shape == (30, 12, 32)
     assert share.flops == 4 * 12 * 32 * visible(30, window.window[0])
+
+
+@pytest.mark.parametrize(
+    ("world", "lengths", "expected"),
+    [
+        (4, (1,) * 8 + (4, 4, 2, 2, 2, 2, 8), (4, 4)),  # 20 pairs, where a rank's mean is 19
+        (2, (9, 3, 4), (8,)),  # 36, and 30.5
+        (1, (3, 4, 9), (3, 4, 9)),
+    ],
+)
+def test_one_gpu_takes_documents_with_the_tokens_and_work_of_a_rank(
+    world: int, lengths: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    assert documents_of_a_rank(ring_case("any", "any", lengths, world)) == expected
 
 
 def test_a_ring_may_ask_for_a_select_forward_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,9 @@ def test_tables_say_what_ran_and_every_row_with_figures_or_why_not(results: Resu
 
 
 def test_each_set_has_a_line_at_the_end(results: Results) -> None:
-    lengths, documents, _, error, host, memory, block, fresh, rest = ring_lines(results)
+    lines = {line.partition(":")[0]: line for line in ring_lines(results)}
+    lengths, documents, _, error, host, *_, rest = lines.values()
+    memory, block, fresh = (lines[name] for name in (MEMORY, CHECKPOINT, FRESH))
     assert lengths.startswith(
         "lengths: forward on 4: 0.950 0.950 0.950 0.950 of the single-GPU baseline, "
     )
@@ -160,6 +162,11 @@ def test_each_set_has_a_line_at_the_end(results: Results) -> None:
     assert fresh.startswith(
         "fresh: the same plan again / a fresh plan: 16 a GPU on 4: 1000 / 2030 ms (2.030); 64 a"
     )
+    one_gpu = "0.970 of RingFA3 alone (0.970 to 0.970), 0.950 of FA3 alone (0.950 to 0.950); "
+    assert lines["magi"].startswith(
+        f"magi: forward on 4, magi, 32 a GPU: 600 TFLOP/s a GPU, {one_gpu}forward on 1, magi, 32 a"
+    )
+    assert "; backward on 1, tail, 128 a GPU: 600 TFLOP/s a GPU, " in lines["mixes"]
     assert rest == "1 rows without figures, the first: wrong: out is off by 1"
     results.smoke = True
     assert ring_lines(results)[0].startswith("SMOKE RUN, no kernel figures: lengths: ")

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.support.gpus import as_host
 from tests.train.jobs import Job, events, steps
 from tests.train.texts import long_text
 from tests.train.two_hosts import two_hosts
@@ -61,10 +62,8 @@ def expected(arguments, tmp_path_factory) -> list[tuple[int, float, float]]:
 
 
 def environment(agent: int) -> dict[str, str]:
-    """Of an agent that NCCL takes for a host of its own, reached by sockets."""
-    gpu = agent % torch.cuda.device_count()
-    sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-    return {**sockets, "NCCL_HOSTID": f"host{agent}", "CUDA_VISIBLE_DEVICES": str(gpu)}
+    """Of an agent with one GPU."""
+    return as_host(agent, [agent % torch.cuda.device_count()])
 
 
 def compare(

@@ -1,0 +1,173 @@
+"""The comparison of trainers: samples, alternation, ratios and bars, failures, a whole run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import hf_ring_flash_attn
+from benchmarks.compare_trainers import __main__ as compare_trainers
+from benchmarks.compare_trainers.__main__ import SideError, main, ratios
+from benchmarks.compare_trainers.sides import (
+    COMPILED,
+    OWN,
+    PAIRED,
+    PEER,
+    RING,
+    Alternation,
+    Settings,
+)
+from ringfa3.hf import batch
+
+TINY = Settings("tiny", 2048, 2, 3, recompute=False, fa3=None, device="cpu")
+SMALL = ["--shape", "tiny", "--tokens", "2048", "--steps", "3"]
+MACHINE = {"device": "CPU"}
+
+
+@pytest.fixture(autouse=True)
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def best_fit(lengths: list[int], room: int) -> list[list[int]]:
+    """Longest first, each into the fullest sample that has room for it."""
+    samples: list[list[int]] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [sample for sample in samples if sum(sample) + length <= room]
+        if not fitting:
+            fitting = [[]]
+            samples += fitting
+        max(fitting, key=sum).append(length)
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "steps"), [(2048, 2, 3), (32768, 2, 10), (24576, 3, 2)]
+)
+def test_best_fit_packing_restores_full_samples_that_differ(
+    tokens: int, ranks: int, steps: int
+) -> None:
+    settings = Settings("tiny", tokens, ranks, steps, recompute=False, fa3=None, device="cpu")
+    samples = settings.lengths()
+    assert len({tuple(sample) for sample in samples}) == len(samples) == settings.samples
+    packed = best_fit([length for sample in samples for length in sample], tokens)
+    assert sorted(packed) == sorted(samples)
+    for sample in samples:
+        assert sum(sample) == tokens
+        assert all(length > 0 and length % (2 * ranks) == 0 for length in sample)
+    assert [len(ids) for ids in settings.documents()] == [x for sample in samples for x in sample]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "2000"], "--tokens: 2000 tokens: they must be a multiple of 128"),
+        (["--tokens", "1024"], "and at least 1536 for 3 steps on 2 ranks"),
+        (["--ranks", "1"], "--ranks 1: it must be at least 2"),
+        (["--sides", "ring", "rows"], "--sides rows: PyTorch's context parallelism needs GPUs"),
+        (["--sides", "peer"], "--sides peer: it needs --fa3"),
+        (["--fa3", "missing.so"], "--fa3 missing.so: no such file"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_a_side_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*SMALL, *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_every_second_step_has_the_layout_and_the_attention_of_the_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ringfa3.hf import trainer
+
+    monkeypatch.setattr(batch, "plan_context", batch.plan_context)  # restored after the test
+    monkeypatch.setattr(trainer, "shard_batch", trainer.shard_batch)
+    registered: list[str] = []
+    monkeypatch.setattr(
+        hf_ring_flash_attn, "register", lambda plan, device: registered.append(plan.layout)
+    )
+    alternation = Alternation(torch.device("cpu"))
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=""))
+    ids = torch.arange(8)[None]
+    for step, layout in enumerate(["zigzag", "contiguous"] * 2):
+        alternation.begin(step, model)
+        found = trainer.shard_batch({"input_ids": ids, "labels": ids}, None)
+        assert found.plan.layout == layout
+        theirs = layout == "contiguous"
+        assert ("ringfa3_plan" in found.inputs) == (not theirs)
+        wanted = hf_ring_flash_attn.NAME if theirs else "ringfa3"
+        assert model.config._attn_implementation == wanted
+    assert registered == ["contiguous"] * 2
+
+
+def test_a_ratio_is_that_of_medians_and_of_pairs_for_alternating_steps() -> None:
+    figures = {
+        "ring": {"seconds": {RING: [1.0, 2.0, 4.0]}},
+        "peer": {"seconds": {PAIRED: [2.0, 4.2, 8.0], PEER: [2.2, 4.2, 8.4]}},
+        "own": {"seconds": {OWN: [9.0, 1.9, 1.0]}},
+        "compiled": {"seconds": {COMPILED: [1.0, 1.0, 1.0]}},
+        "errors": {"errors": {"RingFA3": 0.04, "sdpa": 0.05}},
+    }
+    values = {ratio.name.split(" of ")[1]: ratio.value for ratio in ratios(figures, judged=True)}
+    assert values == pytest.approx(
+        {OWN: 0.95, COMPILED: 0.5, PEER: 1.05, "gradients over that": 0.8}, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "error", "missed"),
+    [
+        (0.95, 1.10, []),
+        (0.94, 1.0, [OWN]),
+        (1.0, 1.11, ["gradients over that"]),
+        (1.0, math.nan, ["gradients over that"]),
+    ],
+)
+def test_a_missed_bar_is_seen(theirs: float, error: float, missed: list[str]) -> None:
+    """Steps of 1 s, and an error of 1. On CPUs the speed has no bar."""
+    figures = {
+        "ring": {"seconds": {RING: [1.0]}},
+        "own": {"seconds": {OWN: [theirs], COMPILED: [0.1]}},
+        "errors": {"errors": {"RingFA3": error, "sdpa": 1.0}},
+    }
+    found = ratios(figures, judged=True)
+    assert [ratio.name.split(" of ")[1] for ratio in found if not ratio.right] == missed
+    on_cpus = [ratio for ratio in ratios(figures, judged=False) if not ratio.right]
+    assert [ratio.name.split(" of ")[1] for ratio in on_cpus] == [x for x in missed if x != OWN]
+
+
+def test_a_side_that_fails_leaves_the_figures_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(side: str, *_: object) -> dict[str, Any]:
+        if side == "own":
+            raise SideError("own ended with exit code 1:\nits last line")
+        return {"seconds": {RING: [1.0]}, "machine": MACHINE}
+
+    monkeypatch.setattr(compare_trainers, "run", run)
+    assert main([*SMALL, "--sides", "own", "ring", "--out", str(tmp_path)]) == 1
+    assert "its last line" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "results.json").read_text())["sides"]) == ["ring"]
+
+
+@pytest.mark.soak
+def test_a_whole_run_on_cpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each trainer checks that its samples are those of the settings. A broken side ends with 1."""
+    assert main([*SMALL, "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert list(record["sides"]) == ["ring", "own", "errors"]
+    for side, name in (("ring", RING), ("own", OWN)):
+        seconds = record["sides"][side]["seconds"][name]
+        assert len(seconds) == 3
+        assert min(seconds) > 0
+    assert "error of gradients over that of sdpa" in capsys.readouterr().out
+    with pytest.raises(SideError, match="ring ended with exit code 1"):
+        compare_trainers.run("ring", tmp_path, 2, 100)  # no settings.json
