@@ -11,6 +11,7 @@ from ringfa3.custom_op import autocast_inputs
 from ringfa3.hf import ring_layer
 from ringfa3.hf.checks import check_arguments, check_mask, check_spans, group_of, uncompiled
 from ringfa3.hf.masks import Mask
+from ringfa3.hf.models.encoder_decoder import check_cross, crosses, is_cross, plan_of_layer
 from ringfa3.hf.op import padded_attention
 from ringfa3.hf.probe import Probe
 from ringfa3.kernels.reference import accum_dtype
@@ -46,7 +47,8 @@ def attention_forward(
             unlimited, stands for sliding_window - 1 where sliding_window is None.
         s_aux: (h,) attention sinks, a logit a head that takes part in the softmax.
         keywords: position_ids, or cu_seq_lens_q and cu_seq_lens_k, give packed documents.
-            ringfa3_plan, a ContextPlan: the tokens are those of this rank of the plan's group.
+            ringfa3_plan, a ContextPlan: the tokens are those of this rank of the plan's group. In a
+            decoder that attends to an encoder it is a plan of `ContextPlan.cross`.
             ringfa3_mask, a ringfa3.Mask of all tokens, or a dict of them by layer type, replaces
             the model's mask; default that of the plan.
 
@@ -61,7 +63,9 @@ def attention_forward(
     plan, spans = keywords.get("ringfa3_plan"), keywords.get("ringfa3_mask")
     for probe in (plan, spans):
         if isinstance(probe, Probe):
-            return probe.attend(module, query, key, value), None
+            check_arguments(0.0, keywords)
+            crossing = crosses(module, attention_mask)
+            return probe.attend(module, query, key, value, crossing), None
     eager = plan is not None or spans is not None
     attend = _attend_uncompiled if eager else _attend
     settings = dropout, scaling, sliding_window, is_causal, s_aux, keywords
@@ -82,15 +86,17 @@ def _attend(
     keywords: dict[str, Any],
 ) -> torch.Tensor:
     """out of `attention_forward`."""
-    plan = keywords.get("ringfa3_plan")
+    plan = plan_of_layer(module, keywords.get("ringfa3_plan"), attention_mask)
     given = keywords.get("ringfa3_mask")
     given = getattr(plan, "mask", None) if given is None else given
     mask, spans = Mask(), None
     try:
         check_arguments(dropout, keywords)
-        if given is None:
+        if given is None or is_cross(plan):
             mask = check_mask(module, attention_mask, sliding_window, is_causal, query, key)
-        else:
+        if is_cross(plan):
+            spans = check_cross(module, plan, given, mask)
+        elif given is not None:
             tensors = attention_mask, query, key
             spans = check_spans(module, given, *tensors, keywords, plan is not None)
         if plan is not None:

@@ -47,6 +47,12 @@ def uncompiled(function: Function) -> Function:
     return outside
 
 
+def takes(module: torch.nn.Module, name: str) -> bool:
+    """Whether a module's forward has an argument of this name, or any number of them."""
+    arguments = inspect.signature(module.forward).parameters.values()
+    return any(x.name == name or x.kind is x.VAR_POSITIONAL for x in arguments)
+
+
 def group_of(plan: object) -> dist.ProcessGroup | None:
     """The group whose ranks share an error of a call with this `ringfa3_plan`."""
     if plan is None or getattr(plan, "world", 2) == 1:
@@ -75,24 +81,28 @@ def check_tokens(model: torch.nn.Module, named: dict[str, Any]) -> None:
     """
     keyword = "ringfa3_plan" if named.get("ringfa3_plan") is not None else "ringfa3_mask"
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        remedy = "leave it out" if keyword == "ringfa3_mask" else "pass target.cross(source)"
         raise ValueError(
             f"{keyword} in {type(model).__name__}, an encoder-decoder, whose encoder, decoder and "
-            "cross-attention have different tokens: leave it out; in a ring call ring_attn_func in "
-            "the model's layers, with plan.shard_keys of the encoder's tokens"
+            f"cross-attention have different tokens: {remedy}"
         )
-    arguments = inspect.signature(model.forward).parameters.values()
-    if not any(x.name == "input_ids" or x.kind is x.VAR_POSITIONAL for x in arguments):
-        raise ValueError(
-            f"{keyword} in {type(model).__name__}, which takes no input_ids: a plan and a mask are "
-            "of the tokens of a text model: make inputs_embeds of text and images first, and give "
-            f"{keyword} to the text model alone"
-        )
+    check_takes_text(model, keyword)
     for name in OTHER_KEYS:
         if named.get(name) is not None:
             raise ValueError(
                 f"{name} with {keyword} in {type(model).__name__}: cross-attention has other keys "
                 f"than the tokens of {keyword}: leave one of them out"
             )
+
+
+def check_takes_text(model: torch.nn.Module, keyword: str) -> None:
+    """Raises ValueError: a model has no input_ids, whose tokens a plan and a mask have."""
+    if not takes(model, "input_ids"):
+        raise ValueError(
+            f"{keyword} in {type(model).__name__}, which takes no input_ids: a plan and a mask are "
+            "of the tokens of a text model: make inputs_embeds of text and images first, and give "
+            f"{keyword} to the text model alone"
+        )
 
 
 def check_arguments(dropout: float, keywords: dict[str, Any]) -> None:
@@ -181,7 +191,7 @@ def check_spans(
     """
     config = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) and keywords.get("ringfa3_mask") is not None:
         raise ValueError(
             f"ringfa3_mask in {type(module).__name__} of an encoder-decoder, which attends to "
             "tokens of the encoder and of the decoder: leave it out"
@@ -210,7 +220,7 @@ def check_spans(
         if keywords.get(name) is not None:
             raise ValueError(f"{name} with ringfa3_mask: the mask has the documents: leave it out")
     padding = mask.padding if isinstance(mask, Mask) else mask
-    if isinstance(padding, torch.Tensor) and not _checked.get(padding, None, _all_seen(padding)):
+    if isinstance(padding, torch.Tensor) and not all_seen(padding):
         raise ValueError(
             "attention_mask hides tokens, and ringfa3_mask is given: give attention_mask=None, and "
             "padding as Mask.documents(..., seqused_q=...)"
@@ -232,8 +242,9 @@ _checked: TensorCache[bool] = TensorCache()  # of padding
 _found: TensorCache[str] = TensorCache()  # by `_difference`
 
 
-def _all_seen(padding: torch.Tensor) -> Any:
-    return lambda: padding.dim() == 2 and bool((padding != 0).all())
+def all_seen(padding: torch.Tensor) -> bool:
+    """Whether a mask has two dimensions and hides nothing; read once for each version."""
+    return _checked.get(padding, None, lambda: padding.dim() == 2 and bool((padding != 0).all()))
 
 
 def check_counts(mask: SpanMask, queries: int, keys: int) -> None:

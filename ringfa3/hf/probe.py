@@ -25,7 +25,8 @@ from ringfa3.hf.router_loss import asks_for_router_logits
 from ringfa3.planning.context_plan import plan_context
 
 TOKENS = 13
-POISONED = 6
+ENCODED = 17  # of an encoder whose decoder has TOKENS; so shapes show which keys a layer has
+POISONED = -7  # counted from the last token
 TOKEN = 3  # an id that is seldom one of padding or of an image
 
 FAILURES = torch.OutOfMemoryError, dist.DistError  # of a device or a network, not of the model
@@ -33,7 +34,7 @@ UNEQUAL = "the index of a token, not on its position_ids, or on a choice among t
 
 _State = tuple[tuple[object, ...], ...]
 # By the arguments of `check_model`.
-_passed: defaultdict[tuple[str, bool], WeakKeyDictionary[torch.nn.Module, _State]]
+_passed: defaultdict[tuple[str, bool, bool], WeakKeyDictionary[torch.nn.Module, _State]]
 _passed = defaultdict(WeakKeyDictionary)
 
 
@@ -42,20 +43,41 @@ class Probe:
 
     It is given in place of a plan or of a mask. In place of a plan, it is one whose documents have
     one token each. A layer that exchanges tokens by its plan does not mix documents, so it passes.
+
+    query_plan, key_plan: of an encoder-decoder, in place of the plans of its decoder and encoder.
     """
 
-    def __init__(self, constant: bool, keyword: str) -> None:
-        self._plan = plan_context(range(TOKENS + 1), (0, 1))
+    def __init__(
+        self, constant: bool, keyword: str, pairs: bool = False, tokens: int = TOKENS
+    ) -> None:
+        self._plan = plan_context(range(tokens + 1), (0, 1))
         self.constant = constant  # all tokens have one id and one position
         self.keyword = keyword  # "ringfa3_plan" or "ringfa3_mask"
         self.problem: str | None = None  # the first one
         self.poisoned = False  # whether attention got the NaN
+        self.query_plan = self if pairs else None
+        self.key_plan = Probe(constant, keyword, tokens=ENCODED) if pairs else None
+        if self.key_plan is not None:
+            self.key_plan.report = self.report  # type: ignore[method-assign]
 
     def attend(
-        self, module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        crosses: bool,
     ) -> torch.Tensor:
-        """(b, s, h, d_v) of q, k, v (b, heads, s, head dim): each query gets its own value."""
+        """(b, s, h, d_v) of q, k, v (b, heads, s, head dim): each query gets its own value.
+
+        crosses: whether the layer of a decoder counts as cross-attention.
+        """
         self.poisoned |= bool(q[0, :, POISONED].isnan().any())
+        if self.query_plan is self and crosses != (q.shape[2] != k.shape[2]):
+            self.report(
+                f"{type(module).__name__} of the decoder attends to its own tokens without a "
+                "causal mask, or to the encoder's with one"
+            )
         if self.constant and any(_rows_differ(x) for x in (q, k, v)):
             self.report(f"{type(module).__name__} gets tokens that depend on {UNEQUAL}")
         own = v[:, :, -q.shape[2] :].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -88,6 +110,8 @@ class Probe:
                         f"its output {name} of shape {tuple(x.shape)} has no row per token: ask "
                         "for outputs with a row per token, and not for router losses"
                     )
+        if self.key_plan is not None and not (self.poisoned and self.key_plan.poisoned):
+            self.report("attention of its encoder or decoder does not get embedded tokens alone")
         results = _by_token(outputs)
         if not results or not results[0][POISONED].isnan().any():
             self.report("its outputs do not depend on get_input_embeddings()")
@@ -96,7 +120,10 @@ class Probe:
 
 
 def check_model(
-    model: torch.nn.Module, keyword: str = "ringfa3_plan", positions: bool = True
+    model: torch.nn.Module,
+    keyword: str = "ringfa3_plan",
+    positions: bool = True,
+    pairs: bool = False,
 ) -> None:
     """Raises ValueError: `model` mixes tokens outside of attention; FAILURES as they come.
 
@@ -107,15 +134,16 @@ def check_model(
         keyword: "ringfa3_plan", or "ringfa3_mask" on one device.
         positions: whether the model may depend on positions by position_ids alone. Without,
             there is no second forward.
+        pairs: `model` is an encoder-decoder, whose plan is a cross plan.
     """
-    passed = _passed[keyword, positions]
+    passed = _passed[keyword, positions, pairs]
     if passed.get(model) == _state(model):
         return
     for constant in (False, True) if positions else (False,):
-        probe, cause, failure = Probe(constant, keyword), None, ""
+        probe, cause, failure = Probe(constant, keyword, pairs), None, ""
         try:
             with torch.no_grad(), _watched(model, probe):
-                probe.check_results(_run(model, probe, positions))
+                probe.check_results(_run(model, probe, positions and not pairs))
         except FAILURES:
             raise
         except Exception as problem:
@@ -134,6 +162,11 @@ def check_model(
             passed[module] = _state(module)
 
 
+def passed_as_part(model: torch.nn.Module) -> bool:
+    """Whether `check_model` has passed an encoder-decoder with this part, which is still so."""
+    return _passed["ringfa3_plan", True, True].get(model) == _state(model)
+
+
 def _state(model: torch.nn.Module) -> _State:
     """What decides how `model` computes: its modules, their forwards, hooks and attention."""
     return tuple(
@@ -150,31 +183,39 @@ def _state(model: torch.nn.Module) -> _State:
 
 def _run(model: torch.nn.Module, probe: Probe, with_positions: bool) -> Any:
     device = model.get_input_embeddings().weight.device  # type: ignore[operator]
-    ids = torch.full((1, TOKENS), TOKEN, dtype=torch.int64, device=device)
+    ids = torch.full((1, ENCODED), TOKEN, dtype=torch.int64, device=device)
     positions = torch.arange(TOKENS, dtype=torch.int64, device=device)[None]
     if probe.constant:  # not 0, where a recurrence may begin anew
         positions = torch.ones_like(positions)
     given: dict[str, Any] = {"use_cache": False, probe.keyword: probe}
+    if probe.key_plan is None:
+        given["input_ids"] = ids[:, :TOKENS]
+    else:
+        given |= {"input_ids": ids, "decoder_input_ids": ids[:, :TOKENS]}
     if with_positions:
         given["position_ids"] = positions
     if asks_for_router_logits(model, {}):  # a call that does not is the only one allowed
         given["output_router_logits"] = False
-    return model(input_ids=ids, **given)
+    return model(**given)
 
 
 @contextmanager
 def _watched(model: torch.nn.Module, probe: Probe) -> Iterator[None]:
-    """In evaluation mode, uncompiled, with one NaN token, and with `check_layer` of each module."""
+    """In evaluation mode, uncompiled, with a NaN token of each part, and with `check_layer`."""
 
     def poison(_: object, inputs: object, outputs: torch.Tensor) -> torch.Tensor:
         outputs = outputs.clone()
-        outputs.view(-1, *outputs.shape[-1:])[POISONED] = torch.nan
+        rows = outputs.view(-1, *outputs.shape[-1:])
+        rows[POISONED:][:1] = torch.nan  # none of a few tokens that a model adds
         return outputs
 
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
-        embeddings = model.get_input_embeddings()  # type: ignore[operator]
-        stack.callback(embeddings.register_forward_hook(poison).remove)
+        parts: list[Any] = [model]
+        if probe.key_plan is not None:
+            parts = [model.get_encoder(), model.get_decoder()]  # type: ignore[operator]
+        for embeddings in {part.get_input_embeddings() for part in parts}:
+            stack.callback(embeddings.register_forward_hook(poison).remove)
         for name, module in model.named_modules():
 
             def check(layer: Any, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
@@ -191,15 +232,16 @@ def _watched(model: torch.nn.Module, probe: Probe) -> Iterator[None]:
 
 
 def _by_token(outputs: object) -> list[torch.Tensor]:
-    """The floating-point tensors with a row a token, as (TOKENS, ...)."""
+    """The floating-point tensors with a row a token, as (tokens, ...)."""
     if not isinstance(outputs, torch.Tensor):
         leaves = (x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor))
         return [x for leaf in leaves for x in _by_token(leaf)]
     if not outputs.is_floating_point():
         return []
-    if outputs.shape[:2] == (1, TOKENS):
+    if outputs.shape[:2] in ((1, TOKENS), (1, ENCODED)):
         return [outputs[0].flatten(1) if outputs.dim() > 2 else outputs[0, :, None]]
-    return [outputs.flatten(1)] if outputs.dim() > 1 and outputs.shape[0] == TOKENS else []
+    by_token = outputs.dim() > 1 and outputs.shape[0] in (TOKENS, ENCODED)
+    return [outputs.flatten(1)] if by_token else []
 
 
 def _spread(values: object) -> bool:
@@ -210,6 +252,6 @@ def _spread(values: object) -> bool:
 def _rows_differ(x: torch.Tensor) -> bool:
     """Whether rows of (1, h, s, d) differ by more than rounding, the poisoned one left out."""
     rows = x[0].transpose(0, 1).flatten(1)
-    rows = rows[[i for i in range(len(rows)) if i != POISONED]]
+    rows = rows[[i for i in range(len(rows)) if i != len(rows) + POISONED]]
     bound = float(torch.finfo(x.dtype).eps) ** 0.5 * rows.abs().max()
     return bool((rows - rows[0]).abs().max() > bound)

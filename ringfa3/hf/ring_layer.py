@@ -24,8 +24,9 @@ from ringfa3.hf.checks import (
     uncounted,
 )
 from ringfa3.hf.documents import begins_of, documents_of
-from ringfa3.hf.gated_delta_net import let_run
 from ringfa3.hf.masks import Mask
+from ringfa3.hf.models.encoder_decoder import check_parts, is_cross, on_own_tokens
+from ringfa3.hf.models.gated_delta_net import let_run
 from ringfa3.hf.probe import FAILURES, Probe, check_model
 from ringfa3.hf.router_loss import asks_for_router_logits, carry_plan, let_balance
 from ringfa3.masks.mask import Mask as SpanMask
@@ -52,11 +53,13 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     def checked(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Any:
         plan, mask = (keywords.get(name) for name in ("ringfa3_plan", "ringfa3_mask"))
         probed = isinstance(plan, Probe) or isinstance(mask, Probe)
-        if probed or (plan is None and mask is None):
+        if plan is None and mask is None:
             return call(model, *inputs, **keywords)
-        check_call(model, inputs, keywords)
-        outputs = call(model, *inputs, **keywords)
-        if plan is not None:
+        if not probed:
+            check_call(model, inputs, keywords)
+        with on_own_tokens(model, inputs, keywords) as given:
+            outputs = call(model, *inputs, **given)
+        if plan is not None and not probed:
             carry_plan(outputs, plan)
         return outputs
 
@@ -106,6 +109,10 @@ def check_call(model: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[s
             given_positions.update(masks)
             return
         require_plan(plan)
+        _check_layerdrop(model)
+        if is_cross(plan):
+            check_parts(model, plan, named)
+            return
         check_tokens(model, named)
         if named.get("labels") is not None:
             _check_labels(named)
@@ -120,6 +127,17 @@ def check_call(model: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[s
         given_positions.update(plans)
     except (TypeError, ValueError, *FAILURES) as problem:
         raise_on_all_ranks(group_of(plan), problem)
+
+
+def _check_layerdrop(model: torch.nn.Module) -> None:
+    """Raises ValueError: layers are left out at random, so ranks would run different ones."""
+    config = getattr(model, "config", None)
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if model.training and (value := getattr(config, name, 0.0)):
+            raise ValueError(
+                f"config.{name}={value} with ringfa3_plan: each rank would leave out other layers: "
+                "set it to 0, or call model.eval()"
+            )
 
 
 @uncompiled
@@ -161,12 +179,18 @@ def check_context(
     if spans is not None:
         plan = plan.with_mask(spans)
     batch, tokens = query.shape[0], query.shape[2]
-    if key.shape[2] != tokens:
+    crossing = is_cross(plan)
+    if key.shape[2] != tokens and not crossing:
         raise ValueError(
             f"past_key_values holds {key.shape[2] - tokens} tokens: a ring has no KV cache: pass "
             "use_cache=False and whole documents"
         )
     _check_count(plan, batch, tokens)
+    if crossing and (keys := key.shape[0] * key.shape[2]) != plan.local_keys:
+        raise ValueError(
+            f"cross-attention has {keys} keys, and ringfa3_plan gives this rank {plan.local_keys}: "
+            "give the encoder this rank's tokens of its plan"
+        )
     padding = mask.padding
     if padding is not None and documents_of(batch, tokens, tokens, True, padding, None, 0):
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,22 +10,21 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ringfa3.custom_op import require_no_compiler, untraced
 from ringfa3.masks.checks import check_mask_tokens, mask_or_documents
-from ringfa3.masks.mask import Mask
+from ringfa3.masks.mask import Mask, check_mask
 from ringfa3.planning.exchange.buffers import check_kv_budget
 from ringfa3.planning.exchange.launch_exchange import LaunchExchange
 from ringfa3.planning.graph_plan import DenseBatch, GraphPlan
-from ringfa3.planning.handles import from_handle, new_handle
+from ringfa3.planning.handles import new_handle
 from ringfa3.planning.kv_exchange import KVExchange, plan_ring
-from ringfa3.planning.mask_shards import one_sequence, partition_mask
+from ringfa3.planning.mask_shards import cross_mask, one_sequence, partition_mask
 from ringfa3.planning.placement.costs import Ints
-from ringfa3.planning.placement.hosts import Hosts, find_hosts, warn_of_hosts
+from ringfa3.planning.placement.hosts import Hosts, find_hosts
 from ringfa3.planning.process_groups import Group, GroupRef, resolve_group, warn_if_alone
 from ringfa3.planning.refinement import clip_launches, plan_mask
-from ringfa3.planning.sharding import Segments, effective_window, pairs_before, partition
+from ringfa3.planning.sharding import Segments, effective_window, pairs_of, partition
 from ringfa3.planning.tile_schedule import MAX_ROWS
 from ringfa3.planning.tiling import Plan
 from ringfa3.planning.token_shards import TokenShards
@@ -52,13 +50,16 @@ class ContextPlan(TokenShards):
         layout, causal, window_size, kv_budget: as given to `plan_context`.
         hosts: (world,) tuple of int, the number of each rank's host.
         mask: the Mask of the plan; None for documents, with `causal` and `window_size`.
+        query_plan, key_plan: of a plan that `cross` made, the two plans; else None.
         total_tokens: tokens of all documents.
         local_tokens, local_keys: queries and keys on this rank; equal in self-attention.
         tokens_per_rank: list of int.
         handle: int that stands for the plan in custom ops, as long as the plan is alive.
     """
 
-    # Attributes that a copy in another process must not have
+    query_plan: ContextPlan | None = None
+    key_plan: ContextPlan | None = None
+
     _LOCAL = "_bound _launches _variants _aligned _origin handle contiguous exchanges"
 
     def __init__(
@@ -100,41 +101,6 @@ class ContextPlan(TokenShards):
         self._origin: ContextPlan | None = None  # the plan that made this one
         self.handle = new_handle(self)
 
-    def __getstate__(self) -> dict[str, object]:
-        if self._group is not None:
-            raise TypeError(
-                "a plan with a ProcessGroup cannot be sent to another process: in a data loader "
-                "make it with group=(rank, world)"
-            )
-        local = self._LOCAL.split()
-        return {name: value for name, value in self.__dict__.items() if name not in local}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._register()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ContextPlan:
-        """The plan itself, which never changes and whose group cannot be copied."""
-        del memo
-        return self
-
-    @staticmethod
-    def from_handle(handle: int) -> ContextPlan:
-        return cast(ContextPlan, from_handle(handle))
-
-    @untraced
-    def bound_to(self, group: dist.ProcessGroup) -> ContextPlan:
-        """A plan that was made from (rank, world), with a process group."""
-        if torch.compiler.is_compiling():
-            return cast(ContextPlan, GraphPlan(self, group, self.window_size))
-        key = weakref.ref(group)
-        if key not in self._bound:
-            warn_of_hosts(self.hosts, group)
-            bound = copy.copy(self)  # the tables are shared, what `_register` makes is not
-            bound._group = key
-            self._bound = {g: p for g, p in self._bound.items() if g() is not None} | {key: bound}
-        return self._bound[key]
-
     @untraced
     def with_window(self, window_size: Window) -> ContextPlan:
         """The plan that holds the same tokens on the same ranks, under another window.
@@ -172,10 +138,8 @@ class ContextPlan(TokenShards):
             mask: of the same number of queries and keys. The new plan takes its positions from it.
 
         Returns:
-            This plan for its own mask. For another one the same object each time, until this plan
-            has made 64 plans of further windows and masks. So hold the plan until the backward of
-            a compiled function to which you gave it. Work is balanced for what `plan_context` was
-            given.
+            As `with_window`. Hold the plan until the backward of a compiled function to which you
+            gave it.
 
         Raises:
             ValueError: the mask has other numbers of tokens.
@@ -185,6 +149,27 @@ class ContextPlan(TokenShards):
         require_no_compiler("plan.with_mask")
         check_mask_tokens(mask, self.total_tokens, sum(s.tokens for s in self.key_shards))
         return self._variant(mask, lambda origin: origin._remade((-1, -1), mask))
+
+    @untraced
+    def cross(self, keys: ContextPlan, mask: Mask | None = None) -> ContextPlan:
+        """The plan of cross-attention, whose queries have this plan and whose keys another one.
+
+        Args:
+            keys: a plan of the same group.
+            mask: of all queries and keys; default: query document i attends to key document i.
+
+        Returns:
+            The same object each time, with the positions of both plans and this plan's kv_budget.
+            Tokens stay where they are.
+
+        Raises:
+            ValueError: the plans have other ranks or hosts, or no documents that form pairs.
+            TypeError: keys is no plan, or mask no Mask.
+            RuntimeError: torch.compile traces the call.
+        """
+        require_no_compiler("plan.cross")
+        check_plan(keys)
+        return _cached_cross_plan(self, keys, None if mask is None else check_mask(mask))
 
     def _variant(
         self, key: tuple[int, int] | Mask, make: Callable[[ContextPlan], ContextPlan]
@@ -213,9 +198,14 @@ class ContextPlan(TokenShards):
         return self._aligned[keys]
 
     def _remade(
-        self, window: tuple[int, int], mask: Mask | None, alignment: int = 1
+        self,
+        window: tuple[int, int],
+        mask: Mask | None,
+        alignment: int = 1,
+        keys: list[Segments] | None = None,
     ) -> ContextPlan:
-        keys = None if self.key_shards is self.shards else self.key_shards
+        if keys is None and self.key_shards is not self.shards:
+            keys = self.key_shards
         given = self.lengths, self.shards, self.rank, self._group, self.hosts, self.layout
         causal = self.causal and mask is None
         more = self.implicit, alignment, mask, keys, self.kv_budget
@@ -262,14 +252,9 @@ class ContextPlan(TokenShards):
     @property
     def work_per_rank(self) -> list[int]:
         """Allowed (query, key) pairs of each rank's queries, over all hops."""
-        work = []
         if self.mask is not None:
             return [int(self.mask.pairs_by_row[self.index_of(r)].sum()) for r in range(self.world)]
-        for s in self.shards:
-            length, end = self.lengths[s.sequence], s.position + s.length
-            before = (pairs_before(p, length, *self.effective_window) for p in (end, s.position))
-            work.append(int(np.subtract(*before).sum()))
-        return work
+        return [pairs_of(s, self.lengths, *self.effective_window) for s in self.shards]
 
 
 def check_plan(plan: object) -> None:
@@ -391,3 +376,12 @@ def _cached_mask_plan(
     given = lengths, queries, rank, group, hosts, layout, False, (-1, -1), implicit
     key_shards = None if keys is queries else keys
     return ContextPlan(*given, mask=mask, key_shards=key_shards, kv_budget=kv_budget)
+
+
+@lru_cache(PLANS_KEPT)
+def _cached_cross_plan(queries: ContextPlan, keys: ContextPlan, mask: Mask | None) -> ContextPlan:
+    shards = one_sequence(keys.lengths, keys.shards)
+    plan = queries._remade((-1, -1), cross_mask(queries, keys, mask), 1, shards)
+    plan._positions, plan._key_positions = queries._positions, keys._positions
+    plan.query_plan, plan.key_plan = queries, keys
+    return plan

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ringfa3.masks.checks import check_mask_tokens
 from ringfa3.masks.mask import Mask
 from ringfa3.masks.spans import RowPairs, run_ends
 from ringfa3.planning.placement.costs import TILE, Ints
 from ringfa3.planning.placement.zigzag import zigzag
 from ringfa3.planning.sharding import Segments, balanced_documents, by_rank, partition, quotas
 from ringfa3.planning.tile_schedule import concat_ranges
+from ringfa3.planning.token_shards import TokenShards
 
 RUNS = 8  # a component, which may be cut for each rank, has so many runs of one density a rank
 # Parts into which large components are cut, tried in turn: density that does not grow evenly along
@@ -51,6 +53,27 @@ def partition_mask(
     if not mask.cross:
         return queries, queries
     return queries, partition(np.array([mask.k_tokens], np.int64), world, "contiguous")
+
+
+def cross_mask(queries: TokenShards, keys: TokenShards, mask: Mask | None) -> Mask:
+    """The mask of `ContextPlan.cross`. Raises ValueError, TypeError as that."""
+    for name in ("rank", "world", "group", "hosts"):
+        mine, theirs = getattr(queries, name), getattr(keys, name)
+        if mine != theirs:
+            raise ValueError(
+                f"keys has {name}={theirs}, and the plan of the queries {mine}: make both plans "
+                "with the same group and hosts"
+            )
+    if mask is not None:
+        check_mask_tokens(mask, queries.total_tokens, keys.total_tokens)
+        return mask
+    if queries.mask is not None or keys.mask is not None:
+        raise ValueError(
+            f"mask=None, and the documents of a plan with {queries.mask or keys.mask!r} are not "
+            "known: give the mask of these queries and keys"
+        )
+    cu, cu_k = (np.append(0, np.cumsum(x.lengths)) for x in (queries, keys))
+    return Mask.documents(cu, cu_k, causal=False)
 
 
 def _documents(mask: Mask) -> tuple[Ints, Ints, Ints] | None:

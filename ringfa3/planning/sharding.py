@@ -77,6 +77,13 @@ def pairs_before(p: Ints, length: Ints, left: int, right: int) -> Ints:
     return ends + p - started * (started + 1) // 2
 
 
+def pairs_of(segments: Segments, lengths: Ints, left: int, right: int) -> int:
+    """Allowed (query, key) pairs of segments of documents of these lengths."""
+    length, end = lengths[segments.sequence], segments.position + segments.length
+    before = (pairs_before(p, length, left, right) for p in (end, segments.position))
+    return int(np.subtract(*before).sum())
+
+
 def effective_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
     """(left, right) with causal folded in: no key to the right of the diagonal."""
     left, right = window_size

@@ -257,8 +257,8 @@ class Plan:
         (fetched,) = np.nonzero((count > 0) | (flags.ravel() > 0))
         waits = np.concatenate(([0], np.cumsum(self.arrival[b.key[visits]] > 0)))
         waiting = (waits[first + count] > waits[first])[fetched]
-        turn = _turns(waiting, cost[fetched])
-        fetched = fetched[np.lexsort((-cost[fetched], turn, fetched // max(num_rows, 1)))]
+        part = _parts(waiting, cost[fetched])
+        fetched = fetched[np.lexsort((-cost[fetched], part, fetched // max(num_rows, 1)))]
         segment = np.repeat(np.arange(len(q)), per_segment)
         start = (tile - base[segment]) * tile_m
         row0 = q.row[segment] + start
@@ -304,7 +304,7 @@ class Plan:
         return TileSchedule(tile_n, tiles, spans, earlier, *ends).tilings()
 
 
-def _turns(waiting: npt.NDArray[np.bool_], cost: Ints) -> Ints:
+def _parts(waiting: npt.NDArray[np.bool_], cost: Ints) -> Ints:
     """(tiles,) 0 for tiles that a launch starts with, 1 for those that wait for keys, 2 for the
     cheapest of the others, which even out the ends of CTAs; all 0 if no tile waits."""
     if not waiting.any():
@@ -312,10 +312,10 @@ def _turns(waiting: npt.NDArray[np.bool_], cost: Ints) -> Ints:
     (others,) = np.nonzero(~waiting)
     others = others[np.argsort(cost[others], kind="stable")]
     work = np.cumsum(cost[others])
-    turn = waiting.astype(np.int64)
+    part = waiting.astype(np.int64)
     if len(others):
-        turn[others[work <= min(cost.sum() // 8, work[-1] // 2)]] = 2
-    return turn
+        part[others[work <= min(cost.sum() // 8, work[-1] // 2)]] = 2
+    return part
 
 
 def _earlier(hop: Ints, query: Ints, key: Ints, offset: Ints) -> npt.NDArray[np.int32]:

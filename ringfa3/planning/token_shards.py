@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 from functools import cached_property
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ringfa3.custom_op import untraced
 from ringfa3.masks.mask import Mask
-from ringfa3.planning.handles import graph_handle, plan_table
+from ringfa3.planning.graph_plan import GraphPlan
+from ringfa3.planning.handles import from_handle, graph_handle, plan_table
 from ringfa3.planning.placement.costs import Ints
+from ringfa3.planning.placement.hosts import warn_of_hosts
 from ringfa3.planning.process_groups import GroupRef, require_alive
 from ringfa3.planning.row_exchange import exchange_rows
 from ringfa3.planning.sharding import Segments, partition
@@ -35,7 +40,11 @@ class TokenShards(ABC):
     """
 
     handle: int
+    hosts: tuple[int, ...]
+    window_size: tuple[int, int]
+    _bound: dict[GroupRef, Self]
     mask: Mask | None = None
+    _LOCAL = ""  # attributes that a copy in another process must not have
 
     def __init__(
         self,
@@ -59,6 +68,33 @@ class TokenShards(ABC):
             spec.prepare(self)
         return self
 
+    @classmethod
+    def from_handle(cls, handle: int) -> Self:
+        plan: Self = from_handle(handle)
+        return plan
+
+    def __getstate__(self) -> dict[str, object]:
+        if self._group is not None:
+            raise TypeError(
+                "a plan with a ProcessGroup cannot be sent to another process: in a data loader "
+                "make it with group=(rank, world)"
+            )
+        local = self._LOCAL.split()
+        return {name: value for name, value in self.__dict__.items() if name not in local}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._register()
+
+    @abstractmethod
+    def _register(self) -> None:
+        """Sets the attributes of `_LOCAL`."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """The plan itself, which never changes and whose group cannot be copied."""
+        del memo
+        return self
+
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The ProcessGroup, or None if made from (rank, world). The plan does not keep it alive.
@@ -67,11 +103,25 @@ class TokenShards(ABC):
         """
         return None if self._group is None else require_alive(self._group())
 
+    @untraced
+    def bound_to(self, group: dist.ProcessGroup) -> Self:
+        """A plan that was made from (rank, world), with a process group."""
+        if torch.compiler.is_compiling():
+            return cast("Self", GraphPlan(self, group, self.window_size))
+        key = weakref.ref(group)
+        if key not in self._bound:
+            warn_of_hosts(self.hosts, group)
+            bound = copy.copy(self)  # the tables are shared, what `_register` makes is not
+            bound._group = key
+            self._bound = {g: p for g, p in self._bound.items() if g() is not None} | {key: bound}
+        return self._bound[key]
+
     @cached_property
     def digest(self) -> str:
         """Hash of the documents and of the segments of all ranks."""
         h = hashlib.sha256(self.lengths.tobytes())
-        for s in self.shards:  # the same lengths may be laid out dense or packed
+        keys = [] if self.key_shards is self.shards else self.key_shards
+        for s in (*self.shards, *keys):  # the same lengths may be laid out dense or packed
             h.update(b"rank" + np.stack((s.sequence, s.position, s.length)).tobytes())
         return h.hexdigest()[:16]
 

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from ringfa3 import keep_attention, plan_context
-from ringfa3.hf.gated_delta_net import let_run
+from ringfa3.hf.models.gated_delta_net import let_run
 from tests.support.double import in_double, recomputed_in_double
 from tests.support.hf_models import EXPERTS, SIZES, difference, tokens
 from tests.support.ranks import Ranks

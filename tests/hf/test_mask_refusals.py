@@ -96,8 +96,7 @@ OTHERS: dict[str, tuple[Any, Any, str]] = {  # model, inputs, what is named
     "Bart": (
         bart,
         lambda: {"input_ids": IDS, "decoder_input_ids": IDS},
-        "an encoder-decoder, whose encoder, decoder and cross-attention have different tokens: "
-        "leave it out; in a ring call ring_attn_func in the model's layers, with plan.shard_keys",
+        "an encoder-decoder, whose encoder, decoder and cross-attention have different tokens: ",
     ),
     "vision tower": (qwen2_vl, with_image, "takes no input_ids"),
     "cross-attention": (
