@@ -17,7 +17,7 @@ import torch
 from ringfa3 import KernelSpec, Mask, RingFA3Attention, host, plan_context
 from ringfa3.kernels import backward, forward
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.planning import context_plan
+from ringfa3.planning import context_plan, token_shards
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring import op
 from ringfa3.schedules import link
@@ -182,7 +182,7 @@ def test_captures_find_the_tables_of_a_prepared_plan(kernels: FakeKernels) -> No
 def test_a_group_finds_the_tables_of_a_plan_that_is_prepared_later() -> None:
     """A capture of a gathered forward finds tables by `gathered`."""
     plan = plain(0, 2)
-    with mock.patch.object(context_plan, "warn_of_hosts"):
+    with mock.patch.object(token_shards, "warn_of_hosts"):
         bound = plan.bound_to(mock.Mock())
     KernelSpec(4, 2, 64).prepare(plan)
     (code,) = (x for signature, x in bound.prepared.items() if signature[0] == "gathered")
