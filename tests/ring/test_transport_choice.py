@@ -30,7 +30,7 @@ def _transport_of(transport: str, possible: bool, memory: object = None) -> obje
     group.agree.side_effect = agree
     x = mock.Mock(shape=(8, 2, 64), dtype=torch.bfloat16, is_cuda=True)
     x.device = torch.device("cuda", 1)
-    plan = mock.Mock(world=2)
+    plan = mock.Mock(world=2, kv_budget=None)
     with (
         mock.patch.multiple(
             prepare_call,
