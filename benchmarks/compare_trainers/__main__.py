@@ -20,7 +20,7 @@ Prints the tokens/s of each side, from the median of its steps. Each step begins
 one before, so it has the loading of its data too. Then it prints the ratios of `ring` to the
 others, and of the error of RingFA3's gradients to that of transformers' own attention. The ratio to
 ring-flash-attn is the median of pairs of neighbouring steps, after each of which the host waits for
-the device. Writes results.json into
+the device. Writes trainers.json into
 docs/results/hf/, or `--out`.
 
 Exits with 1 if a side fails, a ratio misses its bar, or the error is too large. On CPUs it measures
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recompute", action="store_true", help="every layer, in all trainers")
     parser.add_argument("--fa3", type=Path, help="a library with FlashAttention-3's operators")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for each side")
-    parser.add_argument("--out", type=Path, help="the folder of results.json")
+    parser.add_argument("--out", type=Path, help="the folder of trainers.json")
     args = parser.parse_args(arguments)
     gpus = torch.cuda.device_count()
     left_out = {"compiled", *(() if gpus else NEED_GPUS), *(() if args.fa3 else ("peer",))}
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def results_folder(out: Path | None, machine: dict[str, Any], settings: Settings) -> Path:
-    """Where results.json goes. Raises BenchError as `new_folder`."""
+    """Where trainers.json goes. Raises BenchError as `new_folder`."""
     day = datetime.datetime.now(datetime.timezone.utc).date()
     stem = Path("runs/bench/hf") / f"cpu-smoke-{day}"
     if settings.device == "cuda":

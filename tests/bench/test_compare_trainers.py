@@ -155,14 +155,14 @@ def test_a_side_that_fails_leaves_the_figures_of_the_others(
     monkeypatch.setattr(compare_trainers, "run", run)
     assert main([*SMALL, "--sides", "own", "ring", "--out", str(tmp_path)]) == 1
     assert "its last line" in capsys.readouterr().out
-    assert list(json.loads((tmp_path / "results.json").read_text())["sides"]) == ["ring"]
+    assert list(json.loads((tmp_path / "trainers.json").read_text())["sides"]) == ["ring"]
 
 
 @pytest.mark.soak
 def test_a_whole_run_on_cpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each trainer checks that its samples are those of the settings. A broken side ends with 1."""
     assert main([*SMALL, "--out", str(tmp_path)]) == 0
-    record = json.loads((tmp_path / "results.json").read_text())
+    record = json.loads((tmp_path / "trainers.json").read_text())
     assert list(record["sides"]) == ["ring", "own", "errors"]
     for side, name in (("ring", RING), ("own", OWN)):
         seconds = record["sides"][side]["seconds"][name]
