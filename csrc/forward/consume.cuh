@@ -337,10 +337,12 @@ struct ForwardConsumer {
 
   // Each warpgroup does it before its own P V, see `zero_tail_rows_of_v`.
   __device__ void zero_tail_of_v() {
-    if (Shapes::QuantisedV || valid_rows == N) return;  // e4m3 tiles have zeros there
-    smem.v_full[v_stage.index()].wait(v_stage.phase());
-    zero_tail_rows_of_v<Shapes>(smem, v_stage.index(), valid_rows, thread);
-    order().sync();
+    if constexpr (!Shapes::QuantisedV) {  // e4m3 tiles have zeros there
+      if (valid_rows == N) return;
+      smem.v_full[v_stage.index()].wait(v_stage.phase());
+      zero_tail_rows_of_v<Shapes>(smem, v_stage.index(), valid_rows, thread);
+      order().sync();
+    }
   }
 
   // Steps to the next block and waits for its K. After a tile's last block it takes the steps that

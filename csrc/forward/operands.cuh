@@ -37,10 +37,13 @@ CUTE_DEVICE auto v_operand(typename Shapes::SharedStorage& smem, int thread) {
 template <class Shapes>
 CUTE_DEVICE void zero_tail_rows_of_v(typename Shapes::SharedStorage& smem, int stage, int first,
                                      int thread) {
+  static_assert(!Shapes::QuantisedV);      // the head dim is contiguous, 8 elements at a time
+  constexpr int kVectors = Shapes::D / 8;  // of a row
   Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemV{});  // (D, N, S)
-#pragma unroll 1                                                             // rare
-  for (int i = thread; i < (Shapes::N - first) * Shapes::D; i += kWarpgroup) {
-    sV(i % Shapes::D, first + i / Shapes::D, stage) = typename Shapes::ElementPV(0);
+#pragma unroll 1
+  for (int i = thread; i < (Shapes::N - first) * kVectors; i += kWarpgroup) {
+    auto& vector = sV(i % kVectors * 8, first + i / kVectors, stage);
+    reinterpret_cast<uint4&>(vector) = uint4{};
   }
   cutlass::arch::fence_view_async_shared();
 }
