@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ringfa3.custom_op import require_no_compiler, untraced
 from ringfa3.masks.checks import check_mask_tokens, mask_or_documents
@@ -101,6 +102,14 @@ class ContextPlan(TokenShards):
         self._origin: ContextPlan | None = None  # the plan that made this one
         self.handle = new_handle(self)
 
+    def bound_to(self, group: dist.ProcessGroup) -> ContextPlan:
+        """As of `TokenShards`; the two plans of a `cross` plan are bound too."""
+        bound = super().bound_to(group)
+        if self.query_plan and self.key_plan and not torch.compiler.is_compiling():
+            bound.query_plan = self.query_plan.bound_to(group)
+            bound.key_plan = self.key_plan.bound_to(group)
+        return bound
+
     @untraced
     def with_window(self, window_size: Window) -> ContextPlan:
         """The plan that holds the same tokens on the same ranks, under another window.
@@ -117,8 +126,8 @@ class ContextPlan(TokenShards):
             `plan_context` was given.
 
         Raises:
-            ValueError, TypeError: window_size is not a pair as in `plan_context`, or the plan was
-                made from a Mask.
+            ValueError, TypeError: window_size is not a pair as in `plan_context` or needs a larger
+                kv_budget, or the plan was made from a Mask.
         """
         window = check_window(window_size)
         if self.mask is not None:
@@ -142,7 +151,7 @@ class ContextPlan(TokenShards):
             gave it.
 
         Raises:
-            ValueError: the mask has other numbers of tokens.
+            ValueError: the mask has other numbers of tokens, or needs a larger kv_budget.
             TypeError: it is no Mask.
             RuntimeError: torch.compile traces the call.
         """
@@ -159,11 +168,13 @@ class ContextPlan(TokenShards):
             mask: of all queries and keys; default: query document i attends to key document i.
 
         Returns:
-            The same object each time, with the positions of both plans and this plan's kv_budget.
+            The same object each time, with the positions of both plans. Its kv_budget is the larger
+            one of the two plans, None if one has none.
             Tokens stay where they are.
 
         Raises:
-            ValueError: the plans have other ranks or hosts, or no documents that form pairs.
+            ValueError: the plans have other ranks or hosts, no documents that form pairs, or too
+                small a kv_budget.
             TypeError: keys is no plan, or mask no Mask.
             RuntimeError: torch.compile traces the call.
         """
@@ -198,17 +209,16 @@ class ContextPlan(TokenShards):
         return self._aligned[keys]
 
     def _remade(
-        self,
-        window: tuple[int, int],
-        mask: Mask | None,
-        alignment: int = 1,
-        keys: list[Segments] | None = None,
-    ) -> ContextPlan:
-        if keys is None and self.key_shards is not self.shards:
-            keys = self.key_shards
+        self, window: tuple[int, int], mask: Mask | None, alignment: int = 1,
+        keys: list[Segments] | None = None, kv_budget: int | None = None,
+    ) -> ContextPlan:  # fmt: skip
+        """Without keys, which bring a budget of their own, with those of this plan."""
+        if keys is None:
+            keys = None if self.key_shards is self.shards else self.key_shards
+            kv_budget = self.kv_budget
         given = self.lengths, self.shards, self.rank, self._group, self.hosts, self.layout
         causal = self.causal and mask is None
-        more = self.implicit, alignment, mask, keys, self.kv_budget
+        more = self.implicit, alignment, mask, keys, kv_budget
         return ContextPlan(*given, causal, window, *more)
 
     def _laid_out(self, shards: list[Segments], layout: str) -> ContextPlan:
@@ -225,8 +235,7 @@ class ContextPlan(TokenShards):
         key = keys, b"" if launch is None else launch.tobytes()
         if key not in self._launches:
             hops, exchange = (self.hops, self.kv_exchange) if keys == 1 else self._exchange(keys)
-            budget = self.kv_budget and self.kv_budget // keys
-            made = LaunchExchange.of(exchange, hops, self.rank, self.hosts, launch, budget)
+            made = LaunchExchange.of(exchange, hops, self.rank, self.hosts, launch, self.kv_budget)
             clip_launches(self.mask, hops, made.hops)
             self._launches[key] = made
         return self._launches[key]
@@ -296,7 +305,8 @@ def plan_context(
         prepare: `ringfa3.KernelSpec`s, for which what first calls would make is made now.
         kv_budget: the most rows that all buffers of other ranks' K/V hold at once on a rank, and
             those of dK/dV too; a row is a token's K and V of all KV heads. More rows let a launch
-            attend to more hops. None for the default of each transport. Equal on all ranks.
+            attend to more hops. None for the default of each transport. Equal on all ranks. Calls
+            in 8 bits refuse it.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it and what is allowed.
@@ -381,7 +391,9 @@ def _cached_mask_plan(
 @lru_cache(PLANS_KEPT)
 def _cached_cross_plan(queries: ContextPlan, keys: ContextPlan, mask: Mask | None) -> ContextPlan:
     shards = one_sequence(keys.lengths, keys.shards)
-    plan = queries._remade((-1, -1), cross_mask(queries, keys, mask), 1, shards)
+    budgets = [x.kv_budget for x in (queries, keys) if x.kv_budget is not None]
+    budget = max(budgets) if len(budgets) == 2 else None
+    plan = queries._remade((-1, -1), cross_mask(queries, keys, mask), 1, shards, budget)
     plan._positions, plan._key_positions = queries._positions, keys._positions
     plan.query_plan, plan.key_plan = queries, keys
     return plan

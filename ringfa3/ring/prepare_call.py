@@ -189,6 +189,11 @@ def prepare_call(
             if q.is_cuda:
                 host.ensure()
             _validate(q, k, v, plan, transport, precision)
+            if precision != "native" and plan.kv_budget is not None and plan.world > 1:
+                raise ValueError(
+                    f"precision={precision!r} with kv_budget={plan.kv_budget}: buffers of 8 bits "
+                    "have no budget; make the plan without one, or compute in 16 bits"
+                )
             mode = select_forward_mode(plan, q, k)
             settings = _settings(q, k, v, plan, scale, deterministic, precision, transport, mode)
             if sink:

@@ -137,13 +137,12 @@ def gather_centres(
 def launches(plan: ContextPlan, group_size: int) -> Ints:
     """(steps,) the launch that attends to each `HostRanks.step`: own keys alone, others evenly.
 
-    Steps whose rows land together share no launch with others. With a budget no two steps share a
-    launch: rows of one step are the least that buffers can hold.
+    Steps whose rows land together share no launch with others.
 
     group_size: query heads per KV head.
     """
     rows = plan.total_tokens // plan.world * group_size
-    most = 1 if plan.kv_budget else min(max(rows // ROWS_PER_HOP, 1), MAX_HOPS)
+    most = min(max(rows // ROWS_PER_HOP, 1), MAX_HOPS)
     ranks = HostRanks.of(plan.hosts)
     hosts, per_host = ranks.ranks.shape
     levels = [per_host - 1, *[per_host] * (hosts - 1)] if ranks.two_levels else [plan.world - 1]

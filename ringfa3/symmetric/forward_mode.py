@@ -32,25 +32,26 @@ def select_forward_mode(plan: ContextPlan, q: torch.Tensor, k: torch.Tensor) -> 
     most = plan.kv_exchange.max_rows
     if not most.published:  # nothing to gather
         return "hops"
-    if asked is not None:
-        return asked
     if plan.kv_budget is not None and most.gathered > plan.kv_budget:
         return "hops"
+    if asked is not None:
+        return asked
     running_o = most.local * q.shape[1] * q.shape[2] * accum_dtype(q.dtype).itemsize
     kv_recv = min(2, plan.world - 1) * most.published * _row_bytes(k)
     return "gathered" if gathered_bytes(plan, k) <= running_o + kv_recv else "hops"
 
 
 def budget_error(plan: ContextPlan) -> ValueError | None:
-    """The error of a plan whose budget is less than what passes over `symmetric` receive at once:
-    the blocks of two other ranks."""
+    """The error of a plan whose budget is less than what a backward over `symmetric` holds at once:
+    two blocks of float32 dK/dV that go to other ranks, and what these return."""
     if plan.kv_budget is None:  # before max_rows, whose time is cubic in the world
         return None
-    rows = min(2, plan.world - 1) * plan.kv_exchange.max_rows.published
+    most = plan.kv_exchange.max_rows
+    rows = min(2, plan.world - 1) * most.published + most.returned
     if plan.kv_budget >= rows:
         return None
     return ValueError(
-        f"kv_budget={plan.kv_budget}: transport 'symmetric' receives {rows} rows of K/V at once: "
+        f"kv_budget={plan.kv_budget}: transport 'symmetric' holds {rows} rows of dK/dV at once: "
         f"give kv_budget={rows} or more, or transport='nccl'"
     )
 

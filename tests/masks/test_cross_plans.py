@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -47,6 +49,29 @@ def test_tokens_stay_where_the_two_plans_have_them() -> None:
         twin = pickle.loads(pickle.dumps(plan))
         assert twin.digest == plan.digest
         assert twin.key_plan.digest == keys.digest
+
+
+def test_the_two_plans_are_bound_too() -> None:
+    """A data loader's plan finds its group with all of its parts."""
+    group: Any = mock.Mock()
+    with mock.patch("ringfa3.planning.token_shards.warn_of_hosts"):
+        bound = cross(0, 2).bound_to(group)
+        parts = bound.query_plan, bound.key_plan
+        assert all(x._group is not None and x._group() is group for x in (bound, *parts))
+        assert cross(0, 2).bound_to(group) is bound
+        assert (bound.query_plan, bound.key_plan) == parts
+    assert cross(0, 2).query_plan._group is None
+
+
+@pytest.mark.parametrize(
+    ("of_queries", "of_keys", "budget"),
+    [(9000, 5000, 9000), (None, 5000, None), (5000, None, None)],
+)
+def test_a_budget_is_the_larger_of_both(
+    of_queries: int | None, of_keys: int | None, budget: int | None
+) -> None:
+    keys = plan_context(CU_K, (0, 2), causal=False, kv_budget=of_keys)
+    assert plan_context(CU_Q, (0, 2), kv_budget=of_queries).cross(keys).kv_budget == budget
 
 
 def test_ranks_notice_keys_of_another_layout() -> None:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringfa3 import ring_attn_func
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.planning.exchange.buffers import rows_of_buffers
 from ringfa3.planning.exchange.landing import Landing
 from ringfa3.planning.exchange.launches import launch_of_step
-from ringfa3.ring import quantised_forward
 from ringfa3.ring.p2p import FakeTransport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from tests.ring.test_landing import check_backward, check_forward, topologies
@@ -106,6 +106,18 @@ def test_results_over_gloo(hosts: tuple[int, ...], ranks: Ranks) -> None:
     ranks.run(len(hosts), _results, hosts)
 
 
+def _refused_in_8_bits(group: dist.ProcessGroup) -> None:
+    plan = plan_context(256, group, kv_budget=1000)
+    x = torch.randn(plan.local_tokens, 2, 64)
+    for precision in ("fp8", "int8"):
+        with pytest.raises(ValueError, match=f"'{precision}' with kv_budget=1000: .* no budget"):
+            ring_attn_func(x, x, x, plan, precision=precision)
+
+
+def test_calls_in_8_bits_refuse_a_budget(ranks: Ranks) -> None:
+    ranks.run(2, _refused_in_8_bits)
+
+
 def test_a_budget_is_part_of_a_plan_and_of_those_made_from_it() -> None:
     plan = plan_context(4096, (1, 4), kv_budget=4000)
     assert plan_context(4096, (1, 4)).digest != plan.digest
@@ -116,15 +128,6 @@ def test_a_budget_is_part_of_a_plan_and_of_those_made_from_it() -> None:
         assert made.kv_budget == 4000
     assert copy.digest == plan.digest
     assert plan_context(4096, (0, 1), kv_budget=1).kv_budget == 1  # nothing arrives
-
-
-def test_each_step_has_a_launch_of_8_bits() -> None:
-    """Without a budget launches have three hops."""
-    number = [
-        quantised_forward.launches(plan_context(8192, (0, 4), kv_budget=x), 100).tolist()
-        for x in (None, 10_000)
-    ]
-    assert number == [[0, 1, 1, 1], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(

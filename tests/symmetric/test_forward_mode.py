@@ -70,8 +70,8 @@ def test_a_budget_bounds_what_is_gathered_and_received() -> None:
         assert budget_error(plan) is None
     # Both neighbours need 60 rows, of either end of each block of 256. By messages 60 come at once.
     plan = plan_context(2048, (3, 8), "contiguous", False, (60, 60), kv_budget=180)
-    assert "kv_budget=180: transport 'symmetric' receives 512 rows" in str(budget_error(plan))
-    assert "give kv_budget=512 or more, or transport='nccl'" in str(budget_error(plan))
+    assert "kv_budget=180: transport 'symmetric' holds 768 rows" in str(budget_error(plan))
+    assert "give kv_budget=768 or more, or transport='nccl'" in str(budget_error(plan))
 
 
 @given(case=cases)
