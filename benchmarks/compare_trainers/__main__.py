@@ -63,7 +63,8 @@ from benchmarks.compare_trainers.sides import (
 )
 from ringfa3.bench.common.machine import BenchError, slug
 from ringfa3.bench.common.report import new_folder
-from ringfa3.bench.common.results import FILE
+
+FILE = "trainers.json"
 
 # The least speed of RingFA3 under SFTTrainer over that of another; None: it has no bar.
 BARS = {OWN: 0.95, COMPILED: None, PEER: 1.02, DOCUMENTS: 1.3, ROWS: 1.3}
