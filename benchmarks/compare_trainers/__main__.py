@@ -20,8 +20,7 @@ Prints the tokens/s of each side, from the median of its steps. Each step begins
 one before, so it has the loading of its data too. Then it prints the ratios of `ring` to the
 others, and of the error of RingFA3's gradients to that of transformers' own attention. The ratio to
 ring-flash-attn is the median of pairs of neighbouring steps, after each of which the host waits for
-the device. Writes trainers.json into
-docs/results/hf/, or `--out`.
+the device. Writes trainers.json into docs/results/hf/, or `--out`.
 
 Exits with 1 if a side fails, a ratio misses its bar, or the error is too large. On CPUs it measures
 no kernel, and the speeds have no bars; accelerate's context parallelism does not run there.

@@ -102,6 +102,7 @@ class ContextPlan(TokenShards):
         self._origin: ContextPlan | None = None  # the plan that made this one
         self.handle = new_handle(self)
 
+    @untraced
     def bound_to(self, group: dist.ProcessGroup) -> ContextPlan:
         """As of `TokenShards`; the two plans of a `cross` plan are bound too."""
         bound = super().bound_to(group)

@@ -22,7 +22,7 @@ SPAN = np.dtype(
         ("padded_q0", np.int32),  # q0 in padded rows, see `Plan.padded_rows`
     ]
 )
-# Of a plan with clipped spans, whose tiles need not lie inside a span.
+# A span of a plan with clipped spans: tiles that visit it may reach beyond it.
 CLIPPED_SPAN = np.dtype(
     [
         *SPAN.descr,

@@ -257,7 +257,7 @@ class Plan:
         (fetched,) = np.nonzero((count > 0) | (flags.ravel() > 0))
         waits = np.concatenate(([0], np.cumsum(self.arrival[b.key[visits]] > 0)))
         waiting = (waits[first + count] > waits[first])[fetched]
-        part = _parts(waiting, cost[fetched])
+        part = _launch_parts(waiting, cost[fetched])
         fetched = fetched[np.lexsort((-cost[fetched], part, fetched // max(num_rows, 1)))]
         segment = np.repeat(np.arange(len(q)), per_segment)
         start = (tile - base[segment]) * tile_m
@@ -304,9 +304,10 @@ class Plan:
         return TileSchedule(tile_n, tiles, spans, earlier, *ends).tilings()
 
 
-def _parts(waiting: npt.NDArray[np.bool_], cost: Ints) -> Ints:
+def _launch_parts(waiting: npt.NDArray[np.bool_], cost: Ints) -> Ints:
     """(tiles,) 0 for tiles that a launch starts with, 1 for those that wait for keys, 2 for the
-    cheapest of the others, which even out the ends of CTAs; all 0 if no tile waits."""
+    cheapest of the others, which even out the ends of CTAs: up to an eighth of all columns, and up
+    to half of those of tiles that do not wait. All 0 if no tile waits."""
     if not waiting.any():
         return np.zeros(len(cost), np.int64)
     (others,) = np.nonzero(~waiting)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func, host, keep_attention
 from tests.support.both_hosts import errors_of_both, in_threads
+from tests.support.gpus import require_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -201,8 +202,7 @@ def test_threads() -> None:
 
 def test_a_second_device() -> None:
     """Which is not the current one."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("2 GPUs are needed")
+    require_gpus(2)
     wanted = in_python(lambda: run(inputs((1, 512)), causal=True))
     for _ in range(3):
         *leaves, dout = (x.detach().to("cuda:1") for x in inputs((1, 512)))

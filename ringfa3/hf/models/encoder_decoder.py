@@ -91,8 +91,8 @@ def check_parts(model: torch.nn.Module, plan: ContextPlan, named: dict[str, Any]
     check_takes_text(model, "ringfa3_plan")
     own = "input_ids", "inputs_embeds"
     if takes(model, DECODER_IDS):
-        _check_count("encoder", plan.key_plan, named, *own)
-        _check_count("decoder", plan.query_plan, named, *(f"decoder_{name}" for name in own))
+        _check_part("encoder", plan.key_plan, named, *own)
+        _check_part("decoder", plan.query_plan, named, *(f"decoder_{name}" for name in own))
         check_model(model, pairs=True)
     elif not passed_as_part(model):
         raise ValueError(
@@ -100,16 +100,16 @@ def check_parts(model: torch.nn.Module, plan: ContextPlan, named: dict[str, Any]
             "part: call the whole model, or give it the plan of its own tokens"
         )
     elif takes(model, "encoder_hidden_states"):
-        _check_count("encoder", plan.key_plan, named, "encoder_hidden_states")
-        _check_count("decoder", plan.query_plan, named, *own)
+        _check_part("encoder", plan.key_plan, named, "encoder_hidden_states")
+        _check_part("decoder", plan.query_plan, named, *own)
         _check_lengths(model, plan.query_plan)
     else:
-        _check_count("encoder", plan.key_plan, named, *own)
+        _check_part("encoder", plan.key_plan, named, *own)
         _check_lengths(model, plan.key_plan)
     given_positions.update(x for x in (plan, plan.key_plan, plan.query_plan) if x is not None)
 
 
-def _check_count(part: str, plan: ContextPlan | None, named: dict[str, Any], *names: str) -> None:
+def _check_part(part: str, plan: ContextPlan | None, named: dict[str, Any], *names: str) -> None:
     """Raises ValueError: the inputs of these names have not this rank's tokens of a part's plan."""
     assert plan is not None
     if min(plan.tokens_per_rank) == 0:
