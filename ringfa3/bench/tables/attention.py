@@ -45,7 +45,8 @@ def _means(results: Results, first: str, peers: list[str]) -> Iterator[str]:
     for name in peers:
         columns += [f"{first} / {name}, geometric mean", "worst row"]
     columns += [f"largest error / {name}" for name in errors]
-    yield from table(columns, rows, 2)
+    if rows:  # a set may have no peers
+        yield from table(columns, rows, 2)
 
 
 def _largest_error(rows: list[Row], name: str) -> str:
