@@ -239,7 +239,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--set", nargs="+", choices=[*SETS, "all"], default=["paper", "gqa"], metavar="SET",
         help="of cases: paper (16k tokens, hidden size 2048), gqa (32:8 heads, 8k to 128k), mqa "
-        "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), scores "
+        "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), "
+        "packed (16k tokens of documents of 64 to 512 tokens), scores "
         "(of 1 to 16 nats, slopes, a sink; with rms errors), all of these; or one with "
         "implementations of its own: ablation (the kernel without parts of it, with three "
         "stages, or fp8 with V transposed in the kernel or sums promoted; the paper's Table 2 has "
