@@ -32,6 +32,7 @@ from ringfa3.planning.tile_schedule import (
     Table,
     TileSchedule,
     Tiling,
+    by_cost,
     concat_ranges,
 )
 
@@ -224,8 +225,8 @@ class Plan:
     def backward(self, tile_n: int, tile_m: int, deterministic: bool = False) -> list[Tiling]:
         """A tiling for each hop: tiles of `tile_n` keys; `tile_m` rows are a block of padded rows.
 
-        Tiles with most rows first; with `deterministic` in descending order of their keys, in which
-        `Tiling.dq_order` counts the additions to a dQ block.
+        Tiles with most rows first, as `by_cost`; with `deterministic` in descending order of their
+        keys, in which `Tiling.dq_order` counts the additions to a dQ block.
         """
         if deterministic and self.clips:
             raise ValueError("clipped spans have no order of additions to dQ: use ContextPlan.hops")
@@ -258,9 +259,8 @@ class Plan:
         waits = np.concatenate(([0], np.cumsum(self.arrival[b.key[visits]] > 0)))
         waiting = (waits[first + count] > waits[first])[fetched]
         part = _launch_parts(waiting, cost[fetched])
+        fetched = fetched[np.lexsort((-cost[fetched], part, fetched // max(num_rows, 1)))]
         segment = np.repeat(np.arange(len(q)), per_segment)
-        order = _by_cost(cost[fetched], segment[fetched % max(num_rows, 1)])
-        fetched = fetched[np.lexsort((*order, part, fetched // max(num_rows, 1)))]
         start = (tile - base[segment]) * tile_m
         row0 = q.row[segment] + start
         rows = np.minimum(tile_m, q.length[segment] - start)
@@ -290,7 +290,7 @@ class Plan:
         start = (np.arange(num_tiles) - base[segment]) * tile_n
         rows = np.minimum(tile_n, k.length[segment] - start)
         hop = self.key_hop[segment]
-        order = (-np.arange(num_tiles),) if deterministic else _by_cost(cost, segment)
+        order = (-np.arange(num_tiles),) if deterministic else by_cost(cost, segment)
         fetched = np.lexsort((*order, hop))
 
         tiles = np.zeros(len(fetched), TILE)
@@ -304,15 +304,6 @@ class Plan:
             earlier = _earlier(self.key_hop[b.key], b.query, b.key, offset)
         ends = _hop_ends(hop[fetched], hops), offset
         return TileSchedule(tile_n, tiles, spans, earlier, *ends).tilings()
-
-
-def _by_cost(cost: Ints, segment: Ints) -> tuple[Ints, Ints, Ints]:
-    """Keys of `np.lexsort` that put tiles with most cost first, but those of a segment together if
-    their costs are in one quarter of an octave: they read the same rows, which the L2 cache holds.
-    """
-    mantissa, exponent = np.frexp(cost.astype(np.float64))  # exact: costs are below 2^53
-    quarter = 4 * exponent.astype(np.int64) + np.floor(8 * mantissa).astype(np.int64)
-    return -cost, segment, -quarter
 
 
 def _launch_parts(waiting: npt.NDArray[np.bool_], cost: Ints) -> Ints:

@@ -83,7 +83,7 @@ def split_work(
     typical = int((blocks * blocks).sum()) / max(1, work)  # blocks of a tile, by work
     share = work * kv_heads / num_ctas  # blocks that a CTA runs, with all heads of a group
     outlier = blocks > max(OUTLIER * typical, OUTLIER_PART * share)
-    parts = np.where(outlier, np.ceil(blocks / (OUTLIER_UNIT * share)), 1).astype(np.int64)
+    parts = np.where(outlier, -(-blocks // max(1, int(OUTLIER_UNIT * share))), 1)
     cuts = [(1, 1), *_cuts(group, int(blocks.max(initial=0)))]
     few = [cut for cut in cuts if 2 < group // cut[0] <= FEW_HEADS]
     if few and group > MANY_HEADS and typical * FEW_HEADS >= LONG:
