@@ -1,7 +1,7 @@
 """Compares the speed of trainers under context parallelism: RingFA3's and Hugging Face's.
 
     python -m benchmarks.compare_trainers [--shape llama-1b] [--tokens 32768] [--ranks 2]
-        [--fa3 LIBRARY] [--sides ring own ...] [--profile]
+        [--liger] [--fa3 LIBRARY] [--sides ring own ...] [--profile]
 
 Each side is a job of `--ranks` processes that are one CP group. They train the same model, of
 random weights, on the same documents with AdamW and in bfloat16; weights are float32.
@@ -190,6 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--sides", nargs="+", choices=SIDES, help="default: all that can run, but compiled"
     )
     parser.add_argument("--recompute", action="store_true", help="every layer, in all trainers")
+    parser.add_argument(
+        "--liger", action="store_true", help="Liger's fused layers in SFTTrainer's models"
+    )
     parser.add_argument("--fa3", type=Path, help="a library with FlashAttention-3's operators")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for each side")
     parser.add_argument("--out", type=Path, help="the folder of trainers.json")
@@ -220,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = Settings(
         args.shape, args.tokens, args.ranks, args.steps, args.recompute,
         None if args.fa3 is None else str(args.fa3.absolute()), "cuda" if gpus else "cpu",
-        args.profile,
+        args.liger, args.profile,
     )  # fmt: skip
     try:
         settings.lengths()

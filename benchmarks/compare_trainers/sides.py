@@ -63,6 +63,7 @@ class Settings:
     recompute  whether the backward recomputes every layer
     fa3        a library of FlashAttention-3's operators, for ring-flash-attn; None: without it
     device     "cuda" or "cpu"
+    liger      whether layers of SFTTrainer's models are Liger's fused ones
     profile    whether rank 0 writes a trace of the last `RECORDED` steps
     """
 
@@ -73,6 +74,7 @@ class Settings:
     recompute: bool
     fa3: str | None
     device: str
+    liger: bool = False
     profile: bool = False
 
     @property
@@ -267,6 +269,12 @@ def make_trainer(
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        use_liger_kernel=settings.liger,
+        # The host reads and moves batches, and issues updates, while the device computes.
+        dataloader_num_workers=2,
+        dataloader_persistent_workers=True,
+        accelerator_config={"non_blocking": True},
+        logging_nan_inf_filter=False,
         **options,
     )
     tokenizer = transformers.PreTrainedTokenizerFast(

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from accelerate import ParallelismConfig
+from accelerate import DistributedDataParallelKwargs, ParallelismConfig
 
 from ringfa3.hf.batch import shard_batch
 from ringfa3.hf.registration import NAME, register
@@ -127,6 +127,18 @@ class _ContextParallel:
         config = getattr(self.accelerator, "parallelism_config", None)
         return 1 if config is None else int(config.cp_size)
 
+    def _build_accelerator_args(self, **keywords: Any) -> dict[str, Any]:
+        """DDP's buckets are the gradients: no copies, and no memory for a second set of them.
+
+        transformers 4 does not call it.
+        """
+        given: dict[str, Any] = super()._build_accelerator_args(**keywords)  # type: ignore[misc]
+        if isinstance(self.args.parallelism_config, ContextParallel):
+            for handler in given["kwargs_handlers"]:
+                if isinstance(handler, DistributedDataParallelKwargs):
+                    handler.gradient_as_bucket_view = True
+        return given
+
     def compute_loss(
         self,
         model: Any,
@@ -217,6 +229,12 @@ def _reject(setting: str, reason: str) -> NoReturn:
     raise ValueError(f"{setting} under a ring: {reason}")
 
 
+def _liger_loss(args: Any) -> bool:
+    """Whether Liger replaces the loss, which it does by default; `SFTTrainer` forbids it."""
+    config: dict[str, bool] = args.liger_kernel_config or {}
+    return config.get("fused_linear_cross_entropy", True) or config.get("cross_entropy", False)
+
+
 def _refuse(trainer: Any) -> None:
     """Raises ValueError: a setting would give a wrong result, or has not been tried."""
     args, model = trainer.args, trainer.model
@@ -268,7 +286,12 @@ def _refuse(trainer: Any) -> None:
         ("compute_loss_func", trainer.compute_loss_func, "it would get this rank's logits alone"),
         ("compute_metrics", trainer.compute_metrics, "it would get this rank's logits alone"),
         ("torch_compile", args.torch_compile, "it has not been tried: pass False"),
-        ("use_liger_kernel", args.use_liger_kernel, "it has not been tried: pass False"),
+        (
+            "use_liger_kernel",
+            args.use_liger_kernel and _liger_loss(args),
+            "Liger's losses have not been tried, its layers have: pass liger_kernel_config="
+            "{'fused_linear_cross_entropy': False}",
+        ),
         ("auto_find_batch_size", args.auto_find_batch_size, "ranks of a group could differ"),
         ("deepspeed", args.deepspeed, "its data sharding knows no CP group: use DDP or FSDP2"),
         ("n_gpu", args.n_gpu > 1 and args.n_gpu, "start one process for each GPU with torchrun"),
