@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -18,13 +18,16 @@ import torch
 import torch.distributed as dist
 from accelerate import DistributedDataParallelKwargs, ParallelismConfig
 
-from ringfa3.hf.batch import shard_batch
+from ringfa3.hf.batch import READING, read_batch, shard_batch
 from ringfa3.hf.registration import NAME, register
 from ringfa3.hf.router_loss import scaled
 
 CP = "cp"  # the dimension of the device mesh, as accelerate names it
 # Whose `compute_loss` is a sum over tokens.
 LOSSES = ("transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer")
+# Methods of a trainer that pass a batch from its loader on, and could change it.
+LIBRARIES = tuple(name.rpartition(".")[0] for name in LOSSES)
+PASSING = ("get_batch_samples", "training_step", "prediction_step", "_prepare_inputs")
 
 
 class ContextParallel(ParallelismConfig):  # type: ignore[misc]
@@ -107,11 +110,25 @@ def context_parallel(trainer_class: type) -> type:
     return type(f"ContextParallel{trainer_class.__name__}", (_ContextParallel, trainer_class), {})
 
 
+class _ReadingCollator:
+    """A collator whose batches have their `Reading`. Workers of a loader may unpickle it."""
+
+    def __init__(self, collate: Callable[..., Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate(samples)
+        if isinstance(batch, MutableMapping):
+            batch[READING] = read_batch(batch)
+        return batch
+
+
 class _ContextParallel:
     """What `context_parallel` adds to a trainer."""
 
     accelerator: Any
     args: Any
+    data_collator: Callable[..., Any]
     current_gradient_accumulation_steps: int = 1  # until the trainer trains
     model: Any
     state: Any
@@ -121,6 +138,28 @@ class _ContextParallel:
         if self.get_cp_size() > 1:
             _refuse(self)
             self._cp_group = self.accelerator.torch_device_mesh[CP].get_group()
+
+    def get_train_dataloader(self) -> Any:
+        with self._reading_ahead():
+            return super().get_train_dataloader()  # type: ignore[misc]
+
+    def get_eval_dataloader(self, *arguments: Any, **keywords: Any) -> Any:
+        with self._reading_ahead():
+            return super().get_eval_dataloader(*arguments, **keywords)  # type: ignore[misc]
+
+    @contextmanager
+    def _reading_ahead(self) -> Iterator[None]:
+        """Loaders made inside read batches on the CPU, unless a subclass might change these later:
+        then `shard_batch` reads them, for which the host waits for the device."""
+        collator = self.data_collator
+        others = [x for x in type(self).__mro__ if x.__module__ != __name__]
+        owners = (next(x for x in others if name in vars(x)) for name in PASSING)
+        if self.get_cp_size() > 1 and all(x.__module__ in LIBRARIES for x in owners):
+            self.data_collator = _ReadingCollator(collator)
+        try:
+            yield
+        finally:
+            self.data_collator = collator
 
     def get_cp_size(self) -> int:
         """Ranks that share a sample. transformers 4 has no such method."""

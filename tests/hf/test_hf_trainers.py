@@ -16,6 +16,7 @@ import transformers
 from accelerate import ParallelismConfig
 
 import ringfa3.hf
+from ringfa3.hf.batch import READING
 from ringfa3.hf.trainer import ContextParallel, _refuse
 from tests.support.hf_models import model_of
 from tests.support.hf_trainers import Case, Outcome, run
@@ -264,6 +265,26 @@ def test_settings_that_are_not_right_are_named(
         return
     with pytest.raises(ValueError, match=problem):
         _refuse(_trainer(**changes))
+
+
+class _Passed(transformers.Trainer):  # type: ignore[misc]
+    """It could change a batch after the collator has made it."""
+
+    def training_step(self, *arguments: Any, **keywords: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(("cls", "ahead"), [(transformers.Trainer, True), (_Passed, False)])
+def test_a_loader_reads_batches_that_no_subclass_changes(cls: type, ahead: bool) -> None:
+    made = ringfa3.hf.context_parallel(cls)
+    trainer = object.__new__(type("Mine", (made,), {}))
+    collator = trainer.data_collator = transformers.DataCollatorWithFlattening()
+    for cp in (1, 2):
+        trainer.get_cp_size = lambda cp=cp: cp
+        with trainer._reading_ahead():
+            batch = trainer.data_collator([{"input_ids": [1, 2]}, {"input_ids": [3]}])
+        assert trainer.data_collator is collator
+        assert (READING in batch) == (ahead and cp > 1)
+    assert not ahead or batch[READING].cumulative == [0, 2, 3]
 
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="version 4 builds them elsewhere")
