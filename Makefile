@@ -7,6 +7,7 @@
 # make check   lint code and words, type-check and test the direction of imports
 # make kernels compile the head dim 128 kernels, judge their machine code, load one from a wheel, and
 #              run their PTX on the CPU; needs g++ and no GPU
+# make sizes   count the lines of each part of the tree, in commit 155589a too if git has it
 # Each target first installs what it needs, and no more, into VENV, an environment of make's own:
 # in an environment that you have made it would replace the PyTorch that is there.
 # Variables:   PYTHON, VENV, TORCH (requirement), EXTRA_INDEX_URL (a further wheel index for TORCH)
@@ -22,7 +23,7 @@ INSTALL = $(BIN)/python -m pip install $(PIP_INDEX) "$(TORCH)" -e
 
 # Two targets at once would install into one environment at once.
 .NOTPARALLEL:
-.PHONY: demo test soak deepspeed torchtitan test-torchtitan hf-old test-hf-old check kernels clean
+.PHONY: demo test soak deepspeed torchtitan test-torchtitan hf-old test-hf-old check kernels sizes clean
 
 demo: $(READY)-demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
@@ -70,6 +71,9 @@ UNITS = forward-d128-bf16 forward-d128-fp16 forward-d128-bf16-fp8 forward-d128-b
 kernels: $(READY)-compiler
 	$(BIN)/python -m ringfa3.build --units $(UNITS) --check
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "kernels and not soak"
+
+sizes:
+	@$(PYTHON) .ci/sizes.py
 
 $(READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \

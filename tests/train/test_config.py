@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.ci_scripts import ci_script
 from tests.train.forks import SCRIPT, TORCHRUN
 from tests.train.jobs import HANG_S
 from train.config import GROUPS
@@ -26,9 +26,7 @@ from train.keys import (
 )
 
 ROOT = Path(__file__).absolute().parents[2]
-spec = importlib.util.spec_from_file_location("reference", ROOT / ".ci" / "reference.py")
-REFERENCE = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(REFERENCE)
+REFERENCE = ci_script("reference")
 BY_SIZE = ("optim.lr", "train.batch_tokens")  # keys that the size of the model decides
 
 
