@@ -7,6 +7,7 @@
 # make check   lint code and words, type-check and test the direction of imports
 # make kernels compile the head dim 128 kernels, judge their machine code, load one from a wheel, and
 #              run their PTX on the CPU; needs g++ and no GPU
+# make docs    build the site of docs/ and the API reference, in site/; warnings are errors
 # make sizes   count the lines of each part of the tree, in commit 155589a too if git has it
 # Each target first installs what it needs, and no more, into VENV, an environment of make's own:
 # in an environment that you have made it would replace the PyTorch that is there.
@@ -23,7 +24,7 @@ INSTALL = $(BIN)/python -m pip install $(PIP_INDEX) "$(TORCH)" -e
 
 # Two targets at once would install into one environment at once.
 .NOTPARALLEL:
-.PHONY: demo test soak deepspeed torchtitan test-torchtitan hf-old test-hf-old check kernels sizes clean
+.PHONY: demo test soak deepspeed torchtitan test-torchtitan hf-old test-hf-old check docs kernels sizes clean
 
 demo: $(READY)-demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
@@ -65,6 +66,9 @@ check: $(READY)-test
 	$(BIN)/python .ci/lint.py
 	$(BIN)/python -m pytest tests/test_imports.py tests/train/test_train_imports.py
 
+docs: $(READY)-docs
+	$(BIN)/mkdocs build --quiet
+
 UNITS = forward-d128-bf16 forward-d128-fp16 forward-d128-bf16-fp8 forward-d128-bf16-int8 \
   backward-d128-bf16 quantise-d128-bf16
 
@@ -100,9 +104,13 @@ $(READY)-torchtitan: $(READY)
 	$(INSTALL) ".[torchtitan,test]"
 	@touch $@
 
+$(READY)-docs: $(READY)
+	$(INSTALL) ".[docs]"
+	@touch $@
+
 $(READY)-compiler: $(READY)-test
 	$(INSTALL) ".[wheel]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torchtitan .venv-hf-old runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torchtitan .venv-hf-old runs site .mypy_cache .pytest_cache .ruff_cache

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import ringfa3
 from examples.hf_cp import tiny_model
+from ringfa3 import hf
 from ringfa3.bench import __main__ as bench
 from ringfa3.build import __main__ as build
 from ringfa3.build.units import select_units
@@ -194,6 +196,13 @@ def test_documented_errors_are_those_of_the_code(message: str) -> None:
         for i in range(*match.span())
     }
     assert len(covered & letters) >= 0.6 * len(letters), f"the code does not say: {message}"
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    shown = re.findall(r"^::: (?:\S+\n    options: {heading: (\S+)}|(\S+))$", text, re.M)
+    names = [f"{module.__name__}.{name}" for module in (ringfa3, hf) for name in module.__all__]
+    assert sorted(heading or name for heading, name in shown) == sorted(names)
 
 
 def test_there_is_a_page_for_each_topic() -> None:
