@@ -19,6 +19,7 @@ from ringfa3 import hf
 from ringfa3.bench import __main__ as bench
 from ringfa3.build import __main__ as build
 from ringfa3.build.units import select_units
+from tests.support import forward_drawing
 from tests.support.markdown import (
     PAGES,
     ROOT,
@@ -149,6 +150,17 @@ def test_settings_of_the_trainer_exist(page: Path) -> None:
                 assert to_schema_key(key) in known or any(k.startswith(f"{key}.") for k in known), (
                     f"{page.name} names {key}"
                 )
+
+
+def test_the_drawing_of_a_forward_shows_what_its_passes_do() -> None:
+    """After a change of ringfa3/planning/exchange/: python -m tests.support.forward_drawing."""
+    drawn = re.findall(r">([^<>]*)</t", (ROOT / "docs" / "dev" / "two-hosts.svg").read_text())
+    marks = [
+        mark for rank in range(forward_drawing.RANKS) for mark in forward_drawing.forward(rank)
+    ]
+    lines = [line for mark in marks for line in mark.label.splitlines()]
+    assert sorted(lines) == sorted(x for x in drawn if x.endswith("keys") or " rows " in x)
+    assert len(lines) == 4 * (4 + 4 + 2)  # of four ranks: launches, first and second exchange
 
 
 def test_every_environment_variable_of_ours_is_documented() -> None:
