@@ -8,10 +8,12 @@
 # make kernels compile the head dim 128 kernels, judge their machine code, load one from a wheel, and
 #              run their PTX on the CPU; needs g++ and no GPU
 # make docs    build the site of docs/ and the API reference, in site/; warnings are errors
+# make speed BASE=COMMIT  compare the speed with another commit, on a Hopper GPU, with PYTHON's packages
 # make sizes   count the lines of each part of the tree, in commit 155589a too if git has it
 # Each target first installs what it needs, and no more, into VENV, an environment of make's own:
 # in an environment that you have made it would replace the PyTorch that is there.
-# Variables:   PYTHON, VENV, TORCH (requirement), EXTRA_INDEX_URL (a further wheel index for TORCH)
+# Variables:   PYTHON, VENV, TORCH (requirement), EXTRA_INDEX_URL (a further wheel index for TORCH),
+#              BASE_LIBRARIES (compiled kernels of BASE: a folder or a wheel)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -24,7 +26,7 @@ INSTALL = $(BIN)/python -m pip install $(PIP_INDEX) "$(TORCH)" -e
 
 # Two targets at once would install into one environment at once.
 .NOTPARALLEL:
-.PHONY: demo test soak deepspeed torchtitan test-torchtitan hf-old test-hf-old check docs kernels sizes clean
+.PHONY: demo test soak deepspeed torchtitan test-torchtitan hf-old test-hf-old check docs kernels speed sizes clean
 
 demo: $(READY)-demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
@@ -75,6 +77,10 @@ UNITS = forward-d128-bf16 forward-d128-fp16 forward-d128-bf16-fp8 forward-d128-b
 kernels: $(READY)-compiler
 	$(BIN)/python -m ringfa3.build --units $(UNITS) --check
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "kernels and not soak"
+
+speed:
+	@test -n "$(BASE)" || { echo "make speed needs BASE=COMMIT, or BASE=FOLDER with a checkout"; exit 2; }
+	@$(PYTHON) -m benchmarks.compare_commits "$(BASE)" $(if $(BASE_LIBRARIES),--libraries "$(BASE_LIBRARIES)")
 
 sizes:
 	@$(PYTHON) .ci/sizes.py
