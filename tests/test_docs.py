@@ -1,4 +1,5 @@
-"""The documentation is true: its code runs as printed, and what it names exists."""
+"""If this fails, a page tells users something that is not so. The documentation is true: its code
+runs as printed, and what it names exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The lint of words: it finds what it is for, and no allowed phrase."""
+"""If this fails, pages and errors get words that readers do not understand. The lint of words: it
+finds what it is for, and no allowed phrase."""
 
 from __future__ import annotations
 

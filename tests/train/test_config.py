@@ -1,4 +1,5 @@
-"""Configs: errors are explained, and the files agree with the schema."""
+"""If this fails, a mistyped key is ignored, or its error does not help. Configs: errors are
+explained, and the files agree with the schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which checkpoints belong to the stream of samples of a run."""
+"""If this fails, a run continues on other data than it began with. Which checkpoints belong to the
+stream of samples of a run."""
 
 from __future__ import annotations
 
