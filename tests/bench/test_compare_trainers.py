@@ -1,4 +1,5 @@
-"""The comparison of trainers: samples, alternation, ratios and bars, profiles, failures, a run."""
+"""If this fails, the comparison with other trainers is unfair, or hides a failure. The comparison
+of trainers: samples, alternation, ratios and bars, profiles, failures, a whole run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`shard_batch`: a trainer's batch as a rank's tokens, labels and plan."""
+"""If this fails, a trainer under a ring trains on wrong tokens or labels. `shard_batch`: a
+trainer's batch as a rank's tokens, labels and plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Trainers under a ring, against the stock trainer on one process."""
+"""If this fails, `Trainer` and `SFTTrainer` under a ring train another model than on one process.
+Trainers under a ring, against the stock trainer on one process."""
 
 from __future__ import annotations
 

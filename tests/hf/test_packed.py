@@ -1,4 +1,5 @@
-"""Packed documents with a mask that hides nothing, as collators give it.
+"""If this fails, packed documents attend to each other. Packed documents with a mask that hides
+nothing, as collators give it.
 
 The reference is transformers' sdpa attention on the same `position_ids` without a mask, which keeps
 documents apart: logits and gradients within 1e-12 in float64.

@@ -1,4 +1,5 @@
-"""Plans against a brute-force mask: every allowed pair once; invariants that kernels rely on."""
+"""If this fails, attention skips a visible pair or computes a hidden one. Plans against a
+brute-force mask: every allowed pair once; invariants that kernels rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How backward work is cut: every block of every tile and head once, and only where it helps."""
+"""If this fails, gradients lack parts, or GPUs idle in the backward. How backward work is cut:
+every block of every tile and head once, and only where it helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`plan_context(kv_budget=)`: rows of the buffers of a ring by messages."""
+"""If this fails, rings take more memory than `kv_budget` allows. `plan_context(kv_budget=)`: rows
+of the buffers of a ring by messages."""
 
 from __future__ import annotations
 
