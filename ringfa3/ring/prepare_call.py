@@ -23,8 +23,8 @@ from ringfa3.pass_interface import RingPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.unshard import set_agreement
 from ringfa3.quantisation.dequantised import backward_keys
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.connect import connection
-from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import FakeTransport, Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
@@ -238,7 +238,7 @@ def prepare_call(
         if first:
             known.pop(key, None)  # it has not run
         raise
-    group.begin(call_settings, group.forward_of(lse))
+    group.begin(call_settings, group.calls.forward_of(lse))
     make_pass, messages = connection(group, q.device, transport, by_messages)
     pass_type = direction if messages else pass_type
     if messages is None and precision != "native":  # statistics go by messages

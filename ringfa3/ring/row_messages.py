@@ -17,8 +17,8 @@ from ringfa3.kernels.streams import on
 from ringfa3.planning.row_exchange import RowExchange, set_move
 from ringfa3.planning.token_shards import TokenShards
 from ringfa3.planning.unshard import select
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.connect import connection
-from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import FakeTransport, Message, Transport
 from ringfa3.ring.process_group import is_fake
