@@ -101,6 +101,45 @@ def test_modules_form_no_cycle() -> None:
     assert not edges, f"a cycle among {sorted(edges)}"
 
 
+def _reached(modules: set[str]) -> set[str]:
+    """The modules, and all that they import, directly or not."""
+    reached, found = set(), modules
+    while found:
+        reached |= found
+        names = {name for module in found for name in imported(module)}
+        found = (names | {name.rpartition(".")[0] for name in names}) & MODULES.keys() - reached
+    return reached
+
+
+def test_messages_import_no_nvlink_code() -> None:
+    messages = {f"ringfa3.ring.{name}" for name in ("agreement", "p2p_pass", "store_monitor")}
+    reached = _reached(messages)
+    assert "ringfa3.ring.p2p" in reached
+    assert not [module for module in reached if module.startswith("ringfa3.symmetric")]
+
+
+def test_planning_communicates_through_ring_alone() -> None:
+    """Planning uses process groups to find out who takes part, and calls no collective."""
+    used = {
+        node.attr
+        for module, path in MODULES.items()
+        if module.startswith("ringfa3.planning.")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dist"
+    }
+    assert used <= {
+        "GroupMember",
+        "ProcessGroup",
+        "get_process_group_ranks",
+        "get_rank",
+        "get_world_size",
+        "group",
+        "is_available",
+        "is_initialized",
+        "is_torchelastic_launched",
+    }
+
+
 def test_packages_have_at_most_14_modules() -> None:
     sizes = Counter(p.parent for p in CODE if not p.name.startswith("__"))
     large = {

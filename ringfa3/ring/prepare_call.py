@@ -21,7 +21,6 @@ from ringfa3.errors import RingError
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.pass_interface import RingPass
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.unshard import set_agreement
 from ringfa3.quantisation.dequantised import backward_keys
 from ringfa3.ring.calls import Settings
 from ringfa3.ring.connect import connection
@@ -60,19 +59,6 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None, error: Exception) -> NoR
         except RingError as lost:
             raise error from lost
     raise error
-
-
-def _agree_anew(
-    group: dist.ProcessGroup, settings: dict[str, str], error: Exception | None
-) -> None:
-    """Before each `ContextPlan.unshard`: nobody would notice another rank's error later."""
-    if not is_fake(group):
-        RingGroup.of(group).agree(Settings(settings), error, anew=True)
-    elif error is not None:
-        raise error
-
-
-set_agreement(_agree_anew)
 
 
 def default_group() -> dist.ProcessGroup | None:
