@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from ringfa3.hf.checks import uncompiled
 from ringfa3.hf.documents import documents_of
 from ringfa3.hf.ring_layer import know_positions
+from ringfa3.planning.communication import upload
 from ringfa3.planning.context_plan import ContextPlan, plan_context
-from ringfa3.planning.unshard import upload
-from ringfa3.ring.entries import Settings
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.prepare_call import default_group
 

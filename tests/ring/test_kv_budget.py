@@ -156,7 +156,7 @@ def test_rows_of_buffers_are_those_of_the_launches(hosts: int, documents: int) -
     expected = []
     for rank in range(8):
         exchange = plan_context(cumulative, (rank, 8), hosts=hosts).by_messages()
-        landed = [batch.rows for batch in exchange.batches]
+        landed = [chunk.rows for chunk in exchange.chunks]
         twice = exchange.rows[1::2], exchange.rows[2::2], landed[::2], landed[1::2]
         sent = ([len(rows) for rows in flow.sent] for flow in exchange.flows)
         expected.append(sum(max(rows, default=0) for rows in (*twice, *sent)))
