@@ -16,7 +16,7 @@ Prints a line for each shape:
 * tokens per second of RingFA3's forward and backward, over all ranks, the median of `--steps`.
 
 With `--fa3`, on several GPUs and for shapes without sinks, it measures ring-flash-attn too
-(`hf_ring_flash_attn`). Its steps alternate with RingFA3's. The ratio of tokens per second is
+(`ring_flash_attn`). Its steps alternate with RingFA3's. The ratio of tokens per second is
 RingFA3's over its own, the median of pairs. The number of ranks must then divide `--tokens`.
 
 Exits with 1 unless each error, RingFA3's and ring-flash-attn's, is at most 1.1 times that of
@@ -46,7 +46,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ringfa3.hf
-from benchmarks import hf_ring_flash_attn
+from benchmarks.compare_trainers import ring_flash_attn
 from examples.hf_cp import loss_of, shifted_labels, summed_gradients
 from ringfa3 import ContextPlan, plan_context
 from ringfa3.bench.common.cases import documents
@@ -211,8 +211,8 @@ def measure(
     peers = []
     for kv_heads in (1, None) if with_peers else ():
         contiguous = plan_context(cumulative, group, layout="contiguous")
-        hf_ring_flash_attn.register(contiguous, device, kv_heads)
-        error, step = prepare(hf_ring_flash_attn.NAME, contiguous)
+        ring_flash_attn.register(contiguous, device, kv_heads)
+        error, step = prepare(ring_flash_attn.NAME, contiguous)
         pairs = [
             (slowest(our_step, device, plan.group), slowest(step, device, plan.group))
             for _ in range(steps)
@@ -332,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--fa3 {args.fa3}: it needs several GPUs, under torchrun")
         try:
             Fa3Ops(args.fa3)  # loads it
-            hf_ring_flash_attn.functions()
+            ring_flash_attn.functions()
         except (ImportError, LoadError) as problem:
             parser.error(f"--fa3: {problem}")
     right = []

@@ -25,8 +25,9 @@ import torch.distributed as dist
 import transformers
 
 import ringfa3.hf
-from benchmarks import compare_hf, hf_ring_flash_attn
+from benchmarks import compare_hf
 from benchmarks.compare_hf import Shape
+from benchmarks.compare_trainers import ring_flash_attn
 from benchmarks.compare_trainers.stopwatch import RECORDED, UNDISTURBED, Stopwatch
 from examples import hf_cp
 from ringfa3 import plan_context
@@ -162,12 +163,12 @@ class Alternation:
         found = self.shard_batch(inputs, group)
         if self.on:
             del found.inputs["ringfa3_plan"]
-            hf_ring_flash_attn.register(found.plan, self.device)
+            ring_flash_attn.register(found.plan, self.device)
         return found
 
     def begin(self, step: int, model: Any) -> None:
         self.on = step % 2 == 1
-        name = hf_ring_flash_attn.NAME if self.on else "ringfa3"
+        name = ring_flash_attn.NAME if self.on else "ringfa3"
         model.config._attn_implementation = name
 
 

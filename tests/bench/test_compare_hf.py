@@ -16,8 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from benchmarks import compare_hf, hf_ring_flash_attn
+from benchmarks import compare_hf
 from benchmarks.compare_hf import Figures, Gradients, Peer, Shape, main, measure
+from benchmarks.compare_trainers import ring_flash_attn
 from examples import hf_cp
 from ringfa3 import plan_context
 from ringfa3.bench.ring import peers
@@ -154,7 +155,7 @@ def llama3_flash_attn_varlen_func(
 
 
 @pytest.fixture
-def ring_flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_rank_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package of its structure on one rank, and operators that run on the CPU."""
     monkeypatch.setattr(peers, "PACKAGE", "llama3_of_this_test")
     monkeypatch.syspath_prepend(tmp_path)
@@ -166,10 +167,10 @@ def ring_flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield
 
 
-@pytest.mark.usefixtures("ring_flash_attn")
+@pytest.mark.usefixtures("one_rank_package")
 def test_the_peer_has_the_error_of_ringfa3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 5% of it, whether one or both KV heads are gathered at a time."""
-    load, strides = hf_ring_flash_attn.ring_flash_attn_functions, []
+    load, strides = ring_flash_attn.ring_flash_attn_functions, []
 
     def noting(*names: str) -> tuple[Callable[..., Any], ...]:
         attend, prepare = load(*names)
@@ -180,7 +181,7 @@ def test_the_peer_has_the_error_of_ringfa3(monkeypatch: pytest.MonkeyPatch) -> N
 
         return noted, prepare
 
-    monkeypatch.setattr(hf_ring_flash_attn, "ring_flash_attn_functions", noting)
+    monkeypatch.setattr(ring_flash_attn, "ring_flash_attn_functions", noting)
     found = measure(TINY["llama-1b"], 300, 1, torch.device("cpu"), None, with_peers=True)
     assert [peer.name for peer in found.peers] == [
         "ring-flash-attn, 1 KV heads at a time", "ring-flash-attn, all KV heads at a time",
@@ -200,11 +201,11 @@ def test_the_peer_gets_the_dtype_of_autocast(monkeypatch: pytest.MonkeyPatch) ->
         dtypes.extend(x.dtype for x in tensors[:3])
         return tensors[0]
 
-    monkeypatch.setattr(hf_ring_flash_attn, "functions", lambda: [attend, lambda *_: [None] * 5])
-    hf_ring_flash_attn.register(plan_context(8, layout="contiguous"), torch.device("cpu"))
+    monkeypatch.setattr(ring_flash_attn, "functions", lambda: [attend, lambda *_: [None] * 5])
+    ring_flash_attn.register(plan_context(8, layout="contiguous"), torch.device("cpu"))
     q, k, v = (torch.randn(1, heads, 8, 16) for heads in (4, 2, 2))
     with torch.autocast("cpu", torch.bfloat16):
-        AttentionInterface()[hf_ring_flash_attn.NAME](None, q, k, v.bfloat16(), None, 0.25)
+        AttentionInterface()[ring_flash_attn.NAME](None, q, k, v.bfloat16(), None, 0.25)
     assert dtypes == [torch.bfloat16] * 3
 
 
@@ -247,4 +248,4 @@ def test_the_peer_refuses_another_plan_on_every_rank(
 ) -> None:
     plan = plan_context(tokens, (rank, 2), layout=layout)
     with pytest.raises(ValueError, match=message):
-        hf_ring_flash_attn.register(plan, torch.device("cpu"))
+        ring_flash_attn.register(plan, torch.device("cpu"))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import hf_ring_flash_attn
 from benchmarks.compare_trainers import __main__ as compare_trainers
+from benchmarks.compare_trainers import ring_flash_attn
 from benchmarks.compare_trainers.__main__ import SideError, main, ratios
 from benchmarks.compare_trainers.profile import report
 from benchmarks.compare_trainers.sides import (
@@ -96,7 +96,7 @@ def test_every_second_step_has_the_layout_and_the_attention_of_the_peer(
     monkeypatch.setattr(trainer, "shard_batch", trainer.shard_batch)
     registered: list[str] = []
     monkeypatch.setattr(
-        hf_ring_flash_attn, "register", lambda plan, device: registered.append(plan.layout)
+        ring_flash_attn, "register", lambda plan, device: registered.append(plan.layout)
     )
     alternation = Alternation(torch.device("cpu"))
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=""))
@@ -107,7 +107,7 @@ def test_every_second_step_has_the_layout_and_the_attention_of_the_peer(
         assert found.plan.layout == layout
         theirs = layout == "contiguous"
         assert ("ringfa3_plan" in found.inputs) == (not theirs)
-        wanted = hf_ring_flash_attn.NAME if theirs else "ringfa3"
+        wanted = ring_flash_attn.NAME if theirs else "ringfa3"
         assert model.config._attn_implementation == wanted
     assert registered == ["contiguous"] * 2
 

@@ -13,9 +13,7 @@ from ringfa3.bench.attention.cases import (
     HEAD_DIMS,
     SETS,
     select,
-    span_masks,
     unfolded,
-    without_spans,
 )
 from ringfa3.bench.attention.run import CPU_SHRINK
 from ringfa3.bench.common.cases import (
@@ -25,6 +23,8 @@ from ringfa3.bench.common.cases import (
     FULL,
     Case,
     causal_of_equal_flops,
+    span_masks,
+    without_spans,
 )
 from ringfa3.bench.common.scores import TIMED, UNTIMED
 from ringfa3.masks.mask import Mask
