@@ -1,4 +1,5 @@
-"""Imports inside ringfa3 point one way. For train see tests/train."""
+"""If this fails, a part cannot be changed without the parts that should not know it. Imports inside
+ringfa3 point one way. For train see tests/train."""
 
 from __future__ import annotations
 

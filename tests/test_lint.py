@@ -1,24 +1,18 @@
-"""The lint of words: it finds what it is for, and no allowed phrase."""
+"""If this fails, pages and errors get words that readers do not understand. The lint of words: it
+finds what it is for, and no allowed phrase."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-LINT = Path(__file__).parents[1] / ".ci" / "lint.py"
+from tests.support.ci_scripts import ci_script
 
 
 @pytest.fixture(scope="module")
 def lint() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("lint", LINT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return ci_script("lint")
 
 
 LONG = "The plan " + "maps tokens and " * 15 + "ends."

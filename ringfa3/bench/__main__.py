@@ -183,13 +183,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--set", nargs="+", choices=[*SETS, "all"], default=["paper", "gqa"], metavar="SET",
         help="of cases: paper (16k tokens, hidden size 2048), gqa (32:8 heads, 8k to 128k), mqa "
-        "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), scores "
+        "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), "
+        "packed (16k tokens of documents of 64 to 512 tokens), scores "
         "(of 1 to 16 nats, slopes, a sink; with rms errors), all of these; or one with "
         "implementations of its own: ablation (the kernel without parts of it, with three "
         "stages, or fp8 with V transposed in the kernel or sums promoted; the paper's Table 2 has "
         "--dtype fp16), merge (epilogues of a hop), deterministic "
         "(the deterministic backward), fp8 and int8 (8-bit operands, and the inputs' dtype), "
         "below (head dims 40 to 192, and the next kernel's own), sinks (with them and without), "
+        "spans (masks, against causal of equal FLOPs), tree (shared prompts, against their "
+        "sequences one by one, FlashAttention-4 and FlexAttention), "
         "host (microseconds to start a call); default paper gqa",
     )  # fmt: skip
     p.add_argument(
@@ -224,7 +227,8 @@ def parser() -> argparse.ArgumentParser:
         "(all heads of 8k tokens against float64), host (time to start a call), checkpoint (a "
         "block under activation checkpointing), fresh (16 calls forward and backward on a packing "
         "of their own), magi (MagiAttention's mix of documents, 64:8 heads), mixes (short "
-        "documents, and a long tail), all; default lengths",
+        "documents, and a long tail), spans (trees, a window with first keys), all; default "
+        "lengths",
     )  # fmt: skip
     p.add_argument(
         "--worlds", nargs="+", type=int, metavar="N", help="world sizes; default 1, 2, 4, ..."

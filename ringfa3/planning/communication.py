@@ -20,6 +20,13 @@ def select(x: torch.Tensor, index: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return x.view(_SIGNED[x.dtype]).index_select(dim, index).view(x.dtype)
 
 
+def upload(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on `device`. The host does not wait for work of a GPU's stream."""
+    if device.type == "cuda" and len(x):
+        x = x.pin_memory()  # PyTorch reuses it only after the copy that reads it
+    return x.to(device, non_blocking=True)
+
+
 class Communication(NamedTuple):
     """How ranks of a plan communicate. Each function raises on all ranks, or on none.
 

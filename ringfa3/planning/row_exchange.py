@@ -14,7 +14,12 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 import numpy as np
 import torch
 
-from ringfa3.planning.communication import agreed_settings, communication, require_agreement
+from ringfa3.planning.communication import (
+    agreed_settings,
+    communication,
+    require_agreement,
+    upload,
+)
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.validation import check_plain, shown, whole_number
 
@@ -51,9 +56,7 @@ class RowIndex(NamedTuple):
         found = [cls.of_run(rows) for rows in lists]
         given = [rows for rows, index in zip(lists, found, strict=True) if index is None]
         source = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *given]))
-        if device.type == "cuda" and len(source):
-            source = source.pin_memory()  # PyTorch reuses it only after the copy that reads it
-        uploaded = source.to(device, non_blocking=True)
+        uploaded = upload(source, device)
         parts = iter(torch.split(uploaded, [len(rows) for rows in given]))
         return [cls(next(parts)) if index is None else index for index in found]
 

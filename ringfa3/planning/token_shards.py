@@ -304,10 +304,10 @@ class TokenShards(ABC):
         """Local tokens with the n tokens before each segment, for convolutions.
 
         Returns:
-            (rows, own). rows: x with n more rows before each segment of this rank along `dim`.
-            They hold the tokens of its document that precede it, zeros before the first one. own:
-            (local_tokens,) int64, which rows are this rank's tokens. A causal convolution over
-            n + 1 of the rows is exact at `own`.
+            x with n more rows before each segment of this rank along `dim`, and the rows that are
+            this rank's own tokens, (local_tokens,) int64. The new rows hold the tokens of the
+            segment's document that precede it, zeros before the first one. A causal convolution
+            over n + 1 rows is exact at the own ones.
 
         Dtypes, backward and errors as in `to_contiguous`; also ValueError: n is negative.
         """

@@ -81,7 +81,7 @@ def ring_attn_func(
             rank's tokens, t = plan.local_tokens and t_k = plan.local_keys, which differs in
             cross-attention only. Ranks exchange V with d columns, those beyond d_v zeros.
         plan: from `plan_context`. Made from (rank, world), it runs in the default group.
-        softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
+        softmax_scale: positive, from 2^-64 to 2^64; default d ** -0.5.
         deterministic: as in `flash_attn_func`, the same on all ranks.
         return_lse: also return the log-sum-exp of each row, differentiable.
         precision: "native", "fp8" or "int8", as in `flash_attn_func`. Ranks exchange K and, in

@@ -1,4 +1,5 @@
-"""Long runs and killed ranks: `pytest -m gpu tests/gpu/test_gpu_ring_long.py`."""
+"""If this fails, long training over a ring drifts, or a killed rank hangs the others. Long runs and
+killed ranks: `pytest -m gpu tests/gpu/test_gpu_ring_long.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calls that begin like an earlier one: when they may, and what they leave behind."""
+"""If this fails, a repeated ring call runs with outdated settings. Calls that begin like an earlier
+one: when they may, and what they leave behind."""
 
 from __future__ import annotations
 

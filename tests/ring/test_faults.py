@@ -1,4 +1,5 @@
-"""A rank dies, stops or fails in mid-hop: the others raise in time and name the cause."""
+"""If this fails, a dead rank hangs a job, or the job blames another rank. A rank dies, stops or
+fails in mid-hop: the others raise in time and name the cause."""
 
 from __future__ import annotations
 

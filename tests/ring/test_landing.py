@@ -1,5 +1,6 @@
-"""Rings of several hosts: each row crosses once for each host that needs it, and one sum of its
-dK/dV comes back."""
+"""If this fails, rings over several hosts give wrong results, or send rows twice between hosts.
+Rings of several hosts: each row crosses once for each host that needs it, and one sum of its dK/dV
+comes back."""
 
 from __future__ import annotations
 

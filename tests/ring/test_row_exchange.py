@@ -1,4 +1,5 @@
-"""Remaps, shifts and halos over processes, against the same operation on all tokens: equal bits."""
+"""If this fails, shifted labels, halos and recurrent layers get other ranks' rows wrongly. Remaps,
+shifts and halos over processes, against the same operation on all tokens: equal bits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The backend of the `symmetric` transport on stand-ins for CUDA: addresses, signals, growth, the
-self-test, and ranks whose peers do not answer."""
+"""If this fails, a ring over peers' memory starts on wrong addresses, or hangs without a name of
+the peer. The backend of the `symmetric` transport on stand-ins for CUDA: addresses, signals,
+growth, the self-test, and ranks whose peers do not answer."""
 
 from __future__ import annotations
 

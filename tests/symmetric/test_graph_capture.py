@@ -1,4 +1,5 @@
-"""Ring calls over `symmetric` that cannot be captured yet raise on all ranks, with a remedy."""
+"""If this fails, the capture of a ring call fails on one rank and hangs the others. Ring calls over
+`symmetric` that cannot be captured yet raise on all ranks, with a remedy."""
 
 from __future__ import annotations
 

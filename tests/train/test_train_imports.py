@@ -1,4 +1,5 @@
-"""Imports of the trainer point one way, by package; Hydra and DeepSpeed stay in their modules."""
+"""If this fails, a part of the trainer cannot be changed without the others. Imports of the trainer
+point one way, by package; Hydra and DeepSpeed stay in their modules."""
 
 from __future__ import annotations
 
