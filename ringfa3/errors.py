@@ -39,6 +39,6 @@ def gave_up(what: str, failure: str) -> str:
     return f"{what}: aborted: {failure}"
 
 
-def listed(ranks: Sequence[int]) -> str:
+def rank_numbers(ranks: Sequence[int]) -> str:
     """Numbers of ranks, for a message."""
     return ", ".join(map(str, ranks))

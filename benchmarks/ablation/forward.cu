@@ -3,10 +3,14 @@
 // ringfa3/build/units.py.
 #if defined(RINGFA3_UNSPECIALISED)
 #include "unspecialised.cuh"
+#elif defined(RINGFA3_WITHOUT_OVERLAP)
+#include "sequential.cuh"
 #elif defined(RINGFA3_THREE_STAGES)
 #include "three_stages.cuh"
 #elif defined(RINGFA3_IN_KERNEL_TRANSPOSE)
 #include "transpose.cuh"
+#elif defined(RINGFA3_PROMOTION)
+#include "promotion.cuh"
 #else
 #include "forward/kernel.cuh"
 #endif
@@ -14,28 +18,13 @@
 namespace ringfa3 {
 
 template <class Shapes>
-struct WithoutOverlap : Shapes {
-  static constexpr bool Overlap = false;
-};
-
-template <class Shapes>
 struct WithoutPingPong : Shapes {
-  static constexpr bool PingPong = false;
-};
-
-#if defined(RINGFA3_PROMOTION)
-// Float32 sums take the registers of exponentials before the wait for P V, and of kept P.
-template <class Shapes>
-struct Promoting : Shapes {
-  static_assert(Shapes::QuantisedV);
   static constexpr ForwardPolicy kPolicy = [] {
     ForwardPolicy policy = Shapes::kPolicy;
-    policy.promotion_interval = RINGFA3_PROMOTION;
-    policy.early_elements = 0, policy.keeps_p = false;
+    policy.ping_pong = false;
     return policy;
   }();
 };
-#endif
 
 }  // namespace ringfa3
 
@@ -47,7 +36,8 @@ extern "C" int ringfa3_forward(Shapes::Args const* args, void* stream) {
 #if defined(RINGFA3_UNSPECIALISED)
   return ringfa3::launch_unspecialised<Shapes>(*args, on);
 #elif defined(RINGFA3_WITHOUT_OVERLAP)
-  return ringfa3::launch_forward<ringfa3::WithoutOverlap<Shapes> >(*args, on);
+  using Consumer = ringfa3::SequentialConsumer<Shapes>;
+  return ringfa3::launch_forward<Shapes, ringfa3::forward_kernel<Shapes, Consumer> >(*args, on);
 #elif defined(RINGFA3_WITHOUT_PING_PONG)
   return ringfa3::launch_forward<ringfa3::WithoutPingPong<Shapes> >(*args, on);
 #elif defined(RINGFA3_THREE_STAGES)
@@ -56,7 +46,9 @@ extern "C" int ringfa3_forward(Shapes::Args const* args, void* stream) {
 #elif defined(RINGFA3_IN_KERNEL_TRANSPOSE)
   return ringfa3::launch_transposing<Shapes>(*args, on);
 #elif defined(RINGFA3_PROMOTION)
-  return ringfa3::launch_forward<ringfa3::Promoting<Shapes> >(*args, on);
+  using With = ringfa3::Promoting<Shapes>;
+  using Consumer = ringfa3::PromotingConsumer<With>;
+  return ringfa3::launch_forward<With, ringfa3::forward_kernel<With, Consumer> >(*args, on);
 #else
   return ringfa3::launch_forward<Shapes>(*args, on);
 #endif

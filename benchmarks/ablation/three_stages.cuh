@@ -16,12 +16,11 @@ namespace ringfa3 {
 using namespace cute;
 
 template <class Shapes>
-struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
-  using Base = ForwardConsumer<Shapes, NoRefill>;
+struct ThreeStageConsumer : ForwardConsumer<Shapes, ThreeStageConsumer<Shapes> > {
+  using Base = ForwardConsumer<Shapes, ThreeStageConsumer>;
   using Base::Base, Base::block, Base::s, Base::prob, Base::fP, Base::softmax;
+  using typename Base::ElementPV;
   typename Base::FragmentS ahead;  // S (64, N) of the block after `block`
-
-  CUTE_DEVICE void run() { Base::run(*this); }
 
   // A tile, whose first S is here. Issues the first S of the next tile.
   CUTE_DEVICE void attend_tile() {
@@ -41,7 +40,6 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
   }
 
  private:
-  using typename Base::ElementPV;
   // Elements of S that become P before the wait for P V; 32 at 96 keys spill.
   static constexpr int kEarly = 16;
 
@@ -67,7 +65,7 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, NoRefill> {
     to_operand<ElementPV, kEarly, Base::kSize>(prob, fP);
     // Branches that change O or P during a product would make ptxas serialise every wgmma.
     warpgroup_wait<0>();
-    if (!softmax.accumulate(sum)) rescale_slow_path<Base>(*this, sum);
+    if (!softmax.accumulate(sum)) rescale_slow_path(*this, sum);
     if constexpr (IsNext) {
       warpgroup_fence_operand(ahead);
       copy(ahead, s);

@@ -21,6 +21,7 @@ template <class Shapes>
 struct Transposing : Shapes {
   static_assert(Shapes::QuantisedV && Shapes::N == 128 && Shapes::D == 128);  // a line is 128 bytes
   static_assert(Shapes::Consumers == 2);
+  static constexpr bool VByTile = false;
   struct SharedStorage : Shapes::SharedStorage {
     alignas(1024) uint8_t rows[Shapes::Stages][Shapes::N * Shapes::D];  // V as it is loaded
     alignas(16) cutlass::arch::ClusterTransactionBarrier rows_full[Shapes::Stages];
@@ -31,17 +32,13 @@ struct Transposing : Shapes {
 
 // The loader's part: V goes to `rows`.
 template <class Shapes>
-struct RowLoads {
-  static constexpr bool kByTile = false;
-  using Shared = typename Shapes::SharedStorage;
-
-  CUTE_DEVICE void load(ForwardParams<Shapes> const& p, Shared& smem,
-                        PipelineState<Shapes::Stages> stage, int at, WorkItem const& work) const {
-    int const i = stage.index();
-    smem.rows_empty[i].wait(stage.phase() ^ 1);
-    load_box<Shapes::N, Shapes::D>(p.v, smem.rows_full[i], smem.rows[i], at, work.kv_head);
-  }
-};
+CUTE_DEVICE void load_values(ForwardParams<Transposing<Shapes>> const& p,
+                             typename Transposing<Shapes>::SharedStorage& smem,
+                             PipelineState<Shapes::Stages> stage, int at, WorkItem const& work) {
+  int const i = stage.index();
+  smem.rows_empty[i].wait(stage.phase() ^ 1);
+  load_box<Shapes::N, Shapes::D>(p.v, smem.rows_full[i], smem.rows[i], at, work.kv_head);
+}
 
 // A transposer reads 16 x 16 bytes, keys 16 g and on, channels 16 u and on, as two matrices of 8
 // keys and 8 pairs of channels. Its lane 4q + t then has channels 16u + 2q and the next one of keys
@@ -115,7 +112,7 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
     int const warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0) {
       if (elect_one_sync()) {
-        end_transposers<Shapes>(smem, load_tiles<Shapes>(p, smem, RowLoads<Shapes>{}));
+        end_transposers<Shapes>(smem, load_tiles<Shapes>(p, smem));
       }
     } else if (warp == 1) {
       fetch_work<Shapes>(p, smem);
@@ -124,7 +121,7 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Shapes::kRegisters.consumer>();
-    ForwardConsumer<Shapes, NoRefill>(p, smem, NoRefill{}).run();
+    ForwardConsumer<Shapes>(p, smem).run();
   }
 }
 

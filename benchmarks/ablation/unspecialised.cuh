@@ -28,6 +28,7 @@ struct LoadState {
 template <class Shapes>
 struct Unspecialised : Shapes {
   static constexpr int Producers = 0;
+  static constexpr bool MayOverflow = false;  // no queue issues an item again
   static constexpr int Threads = kWarpgroup * Shapes::Consumers;
   // With the loads, more early elements spill.
   static constexpr ForwardPolicy kPolicy = [] {
@@ -40,13 +41,12 @@ struct Unspecialised : Shapes {
   };
 };
 
-// Refills the stages that `ForwardConsumer` releases, one call for each. A thread of the last
-// warpgroup does it: the other warpgroups issue before it, so they have released the stage,
+// Refills the stages that a consumer releases, one call for each. A thread of the last warpgroup
+// does it: the other warpgroups issue before it, so they have released the stage,
 // or will do so without waiting for a later load.
 template <class Shapes>
 struct Refill {
   static constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
-  static constexpr bool kRepeats = false;
   static constexpr int kLoader = kWarpgroup * (Shapes::Consumers - 1);
   ForwardParams<Shapes> const& p;
   typename Shapes::SharedStorage& smem;
@@ -151,6 +151,29 @@ struct Refill {
 };
 
 template <class Shapes>
+struct RefillingConsumer : ForwardConsumer<Shapes, RefillingConsumer<Shapes>> {
+  using Base = ForwardConsumer<Shapes, RefillingConsumer>;
+  Refill<Shapes> const& refill;
+
+  CUTE_DEVICE RefillingConsumer(ForwardParams<Shapes> const& p, typename Base::Shared& smem,
+                                Refill<Shapes> const& refill)
+      : Base(p, smem), refill(refill) {}
+
+  __device__ void finish_qk() {
+    Base::finish_qk();
+    refill.k();
+  }
+  __device__ void finish_pv() {
+    Base::finish_pv();
+    refill.v();
+  }
+  __device__ void release_q() {
+    Base::release_q();
+    refill.q();
+  }
+};
+
+template <class Shapes>
 __global__ void __launch_bounds__(Shapes::Threads, 1)
     unspecialised_kernel(__grid_constant__ ForwardParams<Shapes> const p) {
   extern __shared__ __align__(1024) char raw[];
@@ -159,7 +182,7 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
   __syncthreads();
   Refill<Shapes> const refill{p, smem};
   refill.begin();
-  ForwardConsumer<Shapes, Refill<Shapes>>(p, smem, refill).run();
+  RefillingConsumer<Shapes>(p, smem, refill).run();
 }
 
 template <class Shapes>

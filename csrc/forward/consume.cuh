@@ -30,8 +30,8 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// `Refill` is called when the consumer has released a stage (kernel.cuh).
-template <class Shapes_, class Refill>
+// The ablation derives variants from it, which hide methods that are called through `self()`.
+template <class Shapes_, class Variant = void>
 struct ForwardConsumer {
   using Shapes = Shapes_;
   using ElementPV = typename Shapes::ElementPV;
@@ -46,13 +46,11 @@ struct ForwardConsumer {
   // Blocks may be masked for a warp: its rows take their maximum in the first that they attend to.
   static constexpr bool kHidesRows =
       (Shapes::M > N || Shapes::Quantised || Shapes::Clips) && !kPolicy.sums_rounded;
-  static constexpr bool kRepeats = Refill::kRepeats && Shapes::MayOverflow;
   // The accumulator begins with O of earlier hops; that of e4m3 products has too few bits for it.
   static constexpr bool kResumes = !Shapes::QuantisedV, kRescalesRows = Shapes::QuantisedV;
 
   ForwardParams<Shapes> const& p;
   Shared& smem;
-  Refill const& refill;
   int const thread, warpgroup, lane, warp;
   int const q_part;  // the part of Q with the warpgroup's rows
   int const row;     // of the tile; the thread holds this one and row + 8
@@ -66,11 +64,10 @@ struct ForwardConsumer {
   using FragmentO = decltype(partition_fragment_C(mma_o, Shape<_64, Int<D>>{}));
   using FragmentP = decltype(make_tensor<ElementPV>(
       Shape<Shape<Int<4 / sizeof(ElementPV)>, _2, _2>, _1, Int<N * sizeof(ElementPV) / 32>>{}));
-  FragmentS s;                                                   // S (64, N)
-  decltype(make_tensor<float>(shape(FragmentS{}))) prob;         // P (64, N) in float32
-  FragmentO o;                                                   // O (64, D)
-  FragmentP fP;                                                  // P (64, N), the A operand of P V
-  PromotedSums<FragmentO, kPolicy.promotion_interval> promoted;  // of O (64, D)
+  FragmentS s;                                            // S (64, N)
+  decltype(make_tensor<float>(shape(FragmentS{}))) prob;  // P (64, N) in float32
+  FragmentO o;                                            // O (64, D)
+  FragmentP fP;                                           // P (64, N), the A operand of P V
   PipelineState<Shapes::Stages> k_stage, v_stage;
   PipelineState<Shapes::QStages> q_stage;
   PipelineState<kWorkDepth> work_stage;
@@ -85,10 +82,9 @@ struct ForwardConsumer {
   int unmasked;                      // blocks from this one on that need no mask
   bool more_blocks;                  // of this tile
 
-  CUTE_DEVICE ForwardConsumer(ForwardParams<Shapes> const& p, Shared& smem, Refill const& refill)
+  CUTE_DEVICE ForwardConsumer(ForwardParams<Shapes> const& p, Shared& smem)
       : p(p),
         smem(smem),
-        refill(refill),
         thread(threadIdx.x % kWarpgroup),
         warpgroup(cutlass::canonical_warp_group_idx() - Shapes::Producers),  // uniform
         lane(thread % kWarp),
@@ -99,9 +95,10 @@ struct ForwardConsumer {
         fK(k_operand<Shapes>(smem, thread)),
         fV(v_operand<Shapes>(smem, thread)) {}
 
-  CUTE_DEVICE void run() { run(*this); }
-  template <class Self>  // `self`: this consumer, or one of the ablation's with its own attend_tile
-  CUTE_DEVICE void run(Self& self) {
+  using Self = std::conditional_t<std::is_void_v<Variant>, ForwardConsumer, Variant>;
+  CUTE_DEVICE Self& self() { return static_cast<Self&>(*this); }
+
+  CUTE_DEVICE void run() {
     if (warpgroup == Consumers - 1) order().arrive();
     while (true) {
       auto& work = smem.work[work_stage.index()];
@@ -116,7 +113,7 @@ struct ForwardConsumer {
       block.next();
       first_qk();
       do {
-        self.attend_tile();
+        self().attend_tile();
       } while (more_tiles);
     }
     if (warpgroup == 0) order().wait();  // for the last arrival, which nobody else waits for
@@ -132,7 +129,7 @@ struct ForwardConsumer {
       // The warpgroup's four warps agree here: they must issue the same wgmma (PTX ISA, wgmma).
       bool const fast = unmasked > kPolicy.unmasked_rest && (Shapes::QuantisedV || valid_rows == N);
       bool const fits = fast ? unmasked_loop(sum) : next_softmax(sum);
-      if (!fits) rescale_slow_path(*this, sum);
+      if (!fits) rescale_slow_path(self(), sum);
     }
     finish_tile();
   }
@@ -168,9 +165,9 @@ struct ForwardConsumer {
       float sum[2][2] = {};
       softmax.template exponentiate<0, kSize>(scores(), prob, sum, scale());
       to_operand<ElementPV>(prob, fP);
-      if (!softmax.accumulate(sum)) rescale_slow_path(*this, sum);
+      if (!softmax.accumulate(sum)) rescale_slow_path(self(), sum);
     } else {  // a shift from the maximum makes P exact in a row that attends to one key
-      rescale_rows(*this, softmax.begin());
+      rescale_rows(self(), softmax.begin());
     }
   }
 
@@ -180,12 +177,12 @@ struct ForwardConsumer {
     int const before = unmasked;
     bool fits;
     do {
-      start_block();
+      self().start_block();
       early_part(s, sum);
       if constexpr (kPolicy.unmasked_rest == 0) next_block();
       if constexpr (kPolicy.unmasked_rest > 0) --unmasked, wait_for_k();
       warpgroup_wait<0>();
-      finish_pv();
+      self().finish_pv();
       late_part(s, sum);
       fits = softmax.accumulate(sum);
     } while (fits && more_blocks && unmasked > kPolicy.unmasked_rest);
@@ -198,14 +195,14 @@ struct ForwardConsumer {
   // The softmax of any block but the first. Returns false if `rescale_slow_path` must follow.
   CUTE_DEVICE bool next_softmax(float (&sum)[2][2]) {
     zero_tail_of_v();
-    start_block();
+    self().start_block();
     row_scales.to_float(s);
     if (unmasked == 0) apply_mask(scores(), block, row, lane);
     bool const begins = kHidesRows && softmax.begins();
     if (!begins) early_part(scores(), sum);
     next_block();
     warpgroup_wait<0>();
-    finish_pv();
+    self().finish_pv();
     if (begins) return false;
     late_part(scores(), sum);
     return softmax.accumulate(sum);
@@ -213,14 +210,13 @@ struct ForwardConsumer {
 
   // Issues P V of the block before, concurrently with S of this block, and waits for S.
   CUTE_DEVICE void start_block() {
-    promoted.promote(o, o_empty);
     order().wait();
     qk_and_pv();
     order().arrive();
     o_empty = false;
     row_scales.begin_block(smem, k_stage.index());
-    warpgroup_wait<Shapes::Overlap ? 1 : 0>();
-    finish_qk();
+    warpgroup_wait<1>();
+    self().finish_qk();
   }
 
   // P of a first part of S. The fence stops the compiler from moving it below the wait for P V.
@@ -241,7 +237,7 @@ struct ForwardConsumer {
   // The last P V of a tile, and its epilogue; epilogue.cuh has the timeline.
   CUTE_DEVICE void finish_tile() {
     zero_tail_of_v();
-    if constexpr (!kPolicy.releases_q_early) release_q();
+    if constexpr (!kPolicy.releases_q_early) self().release_q();
     if constexpr (!kPolicy.looks_ahead) next_tile();
     WorkItem& work = smem.work[work_stage.previous().index()];
     bool const inside[2] = {row < work.tile.rows, row + 8 < work.tile.rows};
@@ -252,13 +248,13 @@ struct ForwardConsumer {
     if (kTwoQ && more_tiles) {
       wait_for_qk();
       order().wait();
-      qk_and_pv();
+      self().qk_and_pv();
       order().arrive();
       finish_lse(work, lse);
       if (early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       begin_tile();
       warpgroup_wait<0>();
-      finish_qk();
+      self().finish_qk();
     } else {
       order().wait();
       pv();
@@ -267,11 +263,10 @@ struct ForwardConsumer {
       if (kTwoQ && early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       warpgroup_wait<0>();
     }
-    finish_pv();
-    promoted.finish(o);
+    self().finish_pv();
     // With one stage of Q no registers are left for it during a product.
     if constexpr (!kTwoQ) finish_lse(work, lse);
-    store_tile(*this, work, inside, use_row_max, early_lse, lse);
+    store_tile(self(), work, inside, use_row_max, early_lse, lse);
     __syncwarp();
     release(smem.work_empty[work_stage.previous().index()]);
     if (!kTwoQ && more_tiles) first_qk();
@@ -289,7 +284,7 @@ struct ForwardConsumer {
     order().arrive();
     begin_tile();
     warpgroup_wait<0>();
-    finish_qk();
+    self().finish_qk();
   }
 
   __device__ void qk(FragmentS& s) {
@@ -308,30 +303,21 @@ struct ForwardConsumer {
     issue(mma_o, fP, fV(_, _, _, v_stage.index()), o, !o_empty);
   }
 
-  // Issues S of the next block and P V of the last one; without overlap, P V ends first.
+  // Issues S of the next block and P V of the last one.
   __device__ void qk_and_pv() {
-    if constexpr (Shapes::Overlap) {
-      qk(s);
-      pv();
-    } else {
-      pv();
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(o);
-      qk(s);
-    }
+    qk(s);
+    pv();
   }
 
   __device__ void finish_qk() {
     warpgroup_fence_operand(s);
     release(smem.k_empty[k_stage.index()]);
-    refill.k();
     k_stage.advance();
   }
 
   __device__ void finish_pv() {
     warpgroup_fence_operand(o);
     release(smem.v_empty[v_stage.index()]);
-    refill.v();
     v_stage.advance();
   }
 
@@ -360,7 +346,7 @@ struct ForwardConsumer {
     if (more_blocks) {
       wait_for_k();
     } else {
-      if constexpr (kPolicy.releases_q_early) release_q();
+      if constexpr (kPolicy.releases_q_early) self().release_q();
       if constexpr (kPolicy.looks_ahead) next_tile();
     }
   }
@@ -383,10 +369,15 @@ struct ForwardConsumer {
     wait_for_k();
   }
 
+  // Multiplies row R of O, of the two that a thread holds.
+  template <int R>
+  CUTE_DEVICE void scale_o(float by) {
+    if (!o_empty) scale_row<R>(o, by);
+  }
+
   // After the last S of a tile.
   __device__ void release_q() {
     release(smem.q_empty[q_stage.index()][q_part]);
-    refill.q();
     q_stage.advance();
   }
 };

@@ -196,10 +196,10 @@ CUTE_DEVICE void store_tile(Consumer& c, WorkItem& work, bool const (&inside)[2]
     scale_rows(c.o, c.o_scale);
   }
   bool finite[2] = {true, true};
-  if constexpr (Consumer::kRepeats) finite_rows(c.o, finite);
+  if constexpr (Shapes::MayOverflow) finite_rows(c.o, finite);
   bool stored[2] = {inside[0] && finite[0], inside[1] && finite[1]};
   bool const all = __all_sync(0xffffffff, stored[0] && stored[1] && !use_row_max);
-  if (!all) select_rows<Consumer::kRepeats>(work, finite, c.warp, c.row, c.lane, stored);
+  if (!all) select_rows<Shapes::MayOverflow>(work, finite, c.warp, c.row, c.lane, stored);
   if (!early_lse) store_lse<Shapes>(c.p, work, c.row, c.lane, lse, stored);
   auto* const box = c.smem.o + kWarpRows * Shapes::D * c.warp;
   store_rows<Shapes>(c.p, work, c.warp, c.lane, c.o, stored, all, box);

@@ -17,14 +17,6 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Called when a consumer has released a stage. The product's `load_tiles` refills stages by itself.
-struct NoRefill {
-  static constexpr bool kRepeats = true;  // the queue repeats work items whose rows overflow
-  CUTE_DEVICE void q() const {}
-  CUTE_DEVICE void k() const {}
-  CUTE_DEVICE void v() const {}
-};
-
 // One thread, before a __syncthreads.
 template <class Shapes>
 CUTE_DEVICE void init_barriers(ForwardParams<Shapes> const& p,
@@ -48,7 +40,7 @@ CUTE_DEVICE void init_barriers(ForwardParams<Shapes> const& p,
   cutlass::arch::fence_barrier_init();
 }
 
-template <class Shapes, class Consumer = ForwardConsumer<Shapes, NoRefill>>
+template <class Shapes, class Consumer = ForwardConsumer<Shapes>>
 __global__ void __launch_bounds__(Shapes::Threads, 1)
     forward_kernel(__grid_constant__ ForwardParams<Shapes> const p) {
   extern __shared__ __align__(1024) char raw[];
@@ -64,7 +56,7 @@ __global__ void __launch_bounds__(Shapes::Threads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Shapes::kRegisters.consumer>();
-    Consumer(p, smem, NoRefill{}).run();
+    Consumer(p, smem).run();
   }
 }
 

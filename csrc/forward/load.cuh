@@ -12,34 +12,27 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// Loads V as consumers read it. The ablation has a loader of its own.
+// Loads the V of a block to a stage. at: kKeyTile * tile + key if `Shapes::VByTile`, else a row.
 template <class Shapes>
-struct ValueLoads {
-  // The position of a block is kKeyTile * tile + key, not a row.
-  static constexpr bool kByTile = Shapes::QuantisedV;
-
-  // The V of the block at position `at`, to a stage.
-  CUTE_DEVICE void load(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem,
-                        PipelineState<Shapes::Stages> stage, int at, WorkItem const& work) const {
-    constexpr int N = Shapes::N, D = Shapes::D;
-    smem.v_empty[stage.index()].wait(stage.phase() ^ 1);
-    auto& full = smem.v_full[stage.index()];
-    auto* const to = smem.v + stage.index() * N * D;
-    if constexpr (kByTile) {
-      int const tile = at / kKeyTile * p.args.k.heads + work.kv_head;
-      load_box<D, N>(p.v, full, to, 0, tile, at % kKeyTile);
-    } else {
-      load_box<N, D>(p.v, full, to, at, work.kv_head);
-    }
+CUTE_DEVICE void load_values(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem,
+                             PipelineState<Shapes::Stages> stage, int at, WorkItem const& work) {
+  constexpr int N = Shapes::N, D = Shapes::D;
+  smem.v_empty[stage.index()].wait(stage.phase() ^ 1);
+  auto& full = smem.v_full[stage.index()];
+  auto* const to = smem.v + stage.index() * N * D;
+  if constexpr (Shapes::VByTile) {
+    int const tile = at / kKeyTile * p.args.k.heads + work.kv_head;
+    load_box<D, N>(p.v, full, to, 0, tile, at % kKeyTile);
+  } else {
+    load_box<N, D>(p.v, full, to, at, work.kv_head);
   }
-};
+}
 
 // One thread. Loads V one block after K, in the order in which consumers read them. Returns the
 // stage after the last one.
-template <class Shapes, class Values = ValueLoads<Shapes>>
+template <class Shapes>
 CUTE_DEVICE PipelineState<Shapes::Stages> load_tiles(ForwardParams<Shapes> const& p,
-                                                     typename Shapes::SharedStorage& smem,
-                                                     Values const& values = {}) {
+                                                     typename Shapes::SharedStorage& smem) {
   constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
   PipelineState<Shapes::Stages> k_stage;
   PipelineState<Shapes::QStages> q_stage;
@@ -67,7 +60,7 @@ CUTE_DEVICE PipelineState<Shapes::Stages> load_tiles(ForwardParams<Shapes> const
     };
     if (!(work.tile.flags & kFirst)) prefetch_partial(p, work);
     if constexpr (Shapes::QStages > 1) load_q();
-    auto load_v = [&](int at) { values.load(p, smem, k_stage.previous(), at, work); };
+    auto load_v = [&](int at) { load_values(p, smem, k_stage.previous(), at, work); };
     typename Shapes::Blocks block(work, p.args.spans);
     int span = -1, key_row = 0;  // of the block
     int v_at = -1;               // the position of the block before, whose V is loaded next
@@ -108,7 +101,7 @@ CUTE_DEVICE PipelineState<Shapes::Stages> load_tiles(ForwardParams<Shapes> const
         load_q();  // after the first K: a stage of K is free before the last tile releases Q
       }
       k_stage.advance();
-      if constexpr (Values::kByTile) {
+      if constexpr (Shapes::VByTile) {
         v_at = tile * kKeyTile + block.start % kKeyTile;
       } else {
         v_at = row;

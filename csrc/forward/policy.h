@@ -36,10 +36,6 @@ enum class Precision { Native, Fp8, Int8 };
 // ping_pong         Warpgroups issue their products in one order, see `WarpgroupOrder`. Measured
 //                   at d64 fp8, sigma 4 nats: 3-5% faster without; elsewhere slower, at least in
 //                   some rows.
-// promotion_interval
-//                   Sums of P V with e4m3 V leave the accumulator, which has about 14 bits, for
-//                   float32 registers after this many blocks. A tile's last block joins the ones
-//                   before it. 0: sums stay in the accumulator until the end of the tile.
 struct ForwardPolicy {
   int stages, q_stages;
   bool splits_q = false, boxed_o = false;
@@ -49,7 +45,6 @@ struct ForwardPolicy {
   bool sums_rounded = false, opaque_operands = false;
   bool keeps_p = false;
   bool ping_pong = true;
-  int promotion_interval = 0;
 };
 
 // clang-format off

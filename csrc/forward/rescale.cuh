@@ -33,8 +33,7 @@ CUTE_DEVICE void rescale_row(Consumer& c, typename Consumer::Needs const& needs)
   }
   row_to_operand<typename Consumer::ElementPV, R>(c.prob, c.fP);
   c.softmax.total[R] = c.softmax.total[R] * decay + (sum[0] + sum[1]);
-  if (!c.o_empty) scale_row<R>(c.o, decay);
-  c.promoted.template scale_row<R>(decay);
+  c.template scale_o<R>(decay);
 }
 
 // Adds the sums of row R, unless a lane of the warp rescales it.
@@ -53,8 +52,7 @@ CUTE_DEVICE void add_or_rescale_row(Consumer& c, typename Consumer::Needs const&
       total = (total + (sum[0] + sum[1])) * decay;
       scale_row<R>(c.prob, decay);
       row_to_operand<typename Consumer::ElementPV, R>(c.prob, c.fP);
-      if (!c.o_empty) scale_row<R>(c.o, decay);
-      c.promoted.template scale_row<R>(decay);
+      c.template scale_o<R>(decay);
       return;
     }
   }

@@ -68,6 +68,7 @@ struct ForwardShapes {
   static constexpr bool QuantisedV = Precision_ == Precision::Fp8;
   static constexpr bool Clips = Clips_;
   static_assert(!Clips || !Quantised);
+  static constexpr bool VByTile = QuantisedV;  // V is (tiles x KV heads, D, kKeyTile), transposed
   static constexpr bool MayOverflow = !QuantisedV;  // P V; e4m3 P is at most 448
   using Args = std::conditional_t<Quantised, QuantisedForwardArgs, ForwardArgs>;
   static constexpr int D = HeadDim_;
@@ -79,11 +80,7 @@ struct ForwardShapes {
   static constexpr int QStages = kPolicy.q_stages;
   static constexpr int QParts = kPolicy.splits_q ? Consumers : 1;
 
-  // The ablation changes these three.
-  static constexpr bool Overlap = true;                // S(j+1) is issued before P(j) V
-  static constexpr bool PingPong = kPolicy.ping_pong;  // `WarpgroupOrder`
-  static constexpr int Producers = 1;                  // warpgroups that load
-
+  static constexpr int Producers = 1;  // warpgroups that load
   static constexpr int Threads = kWarpgroup * (Consumers + Producers);
   static constexpr RegisterSplit kRegisters = register_split(Consumers);
 

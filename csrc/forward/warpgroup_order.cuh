@@ -13,10 +13,11 @@ struct WarpgroupOrder {
   int const warpgroup;
 
   __device__ void wait() const {
-    if constexpr (Shapes::PingPong) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, warpgroup);
+    if constexpr (Shapes::kPolicy.ping_pong)
+      cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, warpgroup);
   }
   __device__ void arrive() const {
-    if constexpr (Shapes::PingPong) {
+    if constexpr (Shapes::kPolicy.ping_pong) {
       int const next = (warpgroup + 1) % Shapes::Consumers;
       cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, next);
     }

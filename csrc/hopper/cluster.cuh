@@ -22,16 +22,6 @@ CUTE_DEVICE void sync_cluster() {
           : "memory");
 }
 
-// `from` of CTA `rank`, which has written it before a `sync_cluster` and ends after another one.
-CUTE_DEVICE float load_from_cta(uint32_t rank, float const* from) {
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];"
-               : "=f"(value)
-               : "r"(address_in(rank, from))
-               : "memory");
-  return value;
-}
-
 // One thread: copies `bytes` of shared memory to `to` in CTA `rank`, where they complete `full`.
 CUTE_DEVICE void copy_to_cta(uint32_t rank, void* to, void const* from, int bytes,
                              cutlass::arch::ClusterTransactionBarrier const& full) {

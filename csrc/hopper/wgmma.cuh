@@ -105,48 +105,6 @@ CUTE_DEVICE void row_to_operand(Accumulator const& c, Operand& a) {
   }
 }
 
-// Float32 sums. With 8-bit operands an accumulator has fewer bits, so its sums are added to these
-// after every `Interval` products. With 0 it is empty.
-template <class Accumulator, int Interval>
-struct PromotedSums {
-  Accumulator sums;
-  int products = 0;  // whose sum the accumulator holds
-
-  CUTE_DEVICE PromotedSums() { clear(sums); }
-  // Before the next product, which overwrites the accumulator if `empty`.
-  CUTE_DEVICE void promote(Accumulator const& c, bool& empty) {
-    if (empty || ++products < Interval) return;
-    add(c, sums);
-    products = 0, empty = true;
-  }
-  // After the last product.
-  CUTE_DEVICE void finish(Accumulator& c) {
-    add(sums, c);
-    clear(sums);
-    products = 0;
-  }
-  // Multiplies row R of the two that a thread holds.
-  template <int R>
-  CUTE_DEVICE void scale_row(float by) {
-    CUTE_UNROLL
-    for (int n = 2 * R; n < size(sums); n += 4) sums(n) *= by, sums(n + 1) *= by;
-  }
-
- private:
-  static CUTE_DEVICE void add(Accumulator const& from, Accumulator& to) {
-    CUTE_UNROLL
-    for (int n = 0; n < size(to); ++n) to(n) += from(n);
-  }
-};
-
-template <class Accumulator>
-struct PromotedSums<Accumulator, 0> {
-  CUTE_DEVICE void promote(Accumulator const&, bool&) {}
-  CUTE_DEVICE void finish(Accumulator&) {}
-  template <int R>
-  CUTE_DEVICE void scale_row(float) {}
-};
-
 // Multiplies the two rows of an A operand that `to_operand` has filled.
 template <class Element, class Operand>
 CUTE_DEVICE void scale_operand(Operand& a, float const (&by)[2]) {

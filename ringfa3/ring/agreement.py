@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ringfa3.errors import first_line, gave_up, listed
+from ringfa3.errors import first_line, gave_up, rank_numbers
 from ringfa3.ring.calls import Settings
 from ringfa3.ring.process_group import AbsentError, rendezvous
 from ringfa3.ring.store_monitor import PERIOD_S, entry_key, join_request_key
@@ -212,8 +212,8 @@ class Agreements:
 
     def _no_word(self, ranks: Sequence[int]) -> str:
         return (
-            f"{BEFORE}: rank {listed(ranks)} did not reach it within {self._timeout_s():g} s: see "
-            "that rank's log"
+            f"{BEFORE}: rank {rank_numbers(ranks)} did not reach it within {self._timeout_s():g} s"
+            ": see that rank's log"
         )
 
 
@@ -256,5 +256,5 @@ def _raise_on_difference(ranks: Sequence[int], entries: Sequence[Mapping[str, An
             values.setdefault(str(settings.get(name, "missing")), []).append(rank)
         if len(values) > 1:
             groups = sorted(values.items(), key=lambda item: len(item[1]))
-            text = "; ".join(f"rank {listed(ranks)}: {value}" for value, ranks in groups)
+            text = "; ".join(f"rank {rank_numbers(ranks)}: {value}" for value, ranks in groups)
             raise ValueError(f"{name} differs between the ranks of the CP group: {text}")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
-from ringfa3.errors import listed
+from ringfa3.errors import rank_numbers
 
 POLL_S = 0.005
 
@@ -78,7 +78,7 @@ class AbsentError(TimeoutError):
     def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         self.ranks = list(ranks)
         super().__init__(
-            f"rank {listed(ranks)} did not join within {timeout_s:g} s: see that rank's log"
+            f"rank {rank_numbers(ranks)} did not join within {timeout_s:g} s: see that rank's log"
         )
 
 

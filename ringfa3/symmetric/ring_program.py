@@ -287,9 +287,8 @@ class Beginner(Protocol):
         """As `ReplayableCall.begin`."""
 
 
-ProgramLaunch: TypeAlias = tuple[
-    object, tuple[int, ...]
-]  # of a program; waits of earlier calls, by stream
+# A program, as the C++ launcher holds it, and the waits of earlier calls, by stream.
+ProgramLaunch: TypeAlias = tuple[object, tuple[int, ...]]
 
 
 class ReplayableCall:

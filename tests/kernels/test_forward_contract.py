@@ -72,7 +72,7 @@ class Problem:
         torch.testing.assert_close(lse[:, rows].double(), ref_lse[:, rows], atol=1e-4, rtol=0)
 
 
-OWN_SOURCES = ("without-specialisation", "three-stages")  # variants of more than a flag
+OWN_SOURCES = ("without-specialisation", "three-stages")  # variants of more than some lines
 THREE = [(200, 300), (70, 150), (130, 170)]  # sequences, of a span each
 
 

@@ -50,8 +50,9 @@ class Ulysses(Distributed):
         inner = self.implementation.attend(case, device)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            heads = (_ToHeads.apply(x, group) for x in (q, k, v))  # type: ignore[no-untyped-call]
-            return tensor(_ToTokens.apply(inner(*heads), group))  # type: ignore[no-untyped-call]
+            move = _AllToAll.apply
+            heads = (move(x, group, to_heads, to_tokens) for x in (q, k, v))  # type: ignore[no-untyped-call]
+            return tensor(move(inner(*heads), group, to_tokens, to_heads))  # type: ignore[no-untyped-call]
 
         return attend
 
@@ -65,33 +66,21 @@ def _ranks(case: RingCase, chunks: int) -> int:
     return case.world
 
 
-class _ToHeads(torch.autograd.Function):
-    """(t, h, d) of this rank's tokens to (world * t, h / world, d) of its heads."""
+class _AllToAll(torch.autograd.Function):
+    """apply(x, group, move, back): `move` is `to_heads` or `to_tokens`, and `back` its inverse."""
 
     @staticmethod
-    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
-        ctx.group = group
-        return to_heads(x, group)
-
-    @staticmethod
-    def backward(ctx, dx):  # type: ignore[no-untyped-def]
-        return to_tokens(dx, ctx.group), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """The inverse of `_ToHeads`."""
-
-    @staticmethod
-    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
-        ctx.group = group
-        return to_tokens(x, group)
+    def forward(ctx, x, group, move, back):  # type: ignore[no-untyped-def]
+        ctx.group, ctx.back = group, back
+        return move(x, group)
 
     @staticmethod
     def backward(ctx, dx):  # type: ignore[no-untyped-def]
-        return to_heads(dx, ctx.group), None
+        return ctx.back(dx, ctx.group), None, None, None
 
 
 def to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(t, h, d) of this rank's tokens to (world * t, h / world, d) of its heads."""
     world, (t, h, d) = dist.get_world_size(group), x.shape
     by_rank = x.view(t, world, h // world, d).transpose(0, 1).contiguous()
     mine = torch.empty_like(by_rank)
@@ -100,6 +89,7 @@ def to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The inverse of `to_heads`."""
     world = dist.get_world_size(group)
     x = x.contiguous()
     by_heads = torch.empty_like(x)
