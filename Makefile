@@ -80,7 +80,7 @@ kernels: $(READY)-compiler
 
 speed:
 	@test -n "$(BASE)" || { echo "make speed needs BASE=COMMIT, or BASE=FOLDER with a checkout"; exit 2; }
-	@$(PYTHON) -m benchmarks.compare_commits "$(BASE)" $(if $(BASE_LIBRARIES),--libraries "$(BASE_LIBRARIES)")
+	@$(PYTHON) .ci/speed.py "$(BASE)" $(if $(BASE_LIBRARIES),--libraries "$(BASE_LIBRARIES)")
 
 sizes:
 	@$(PYTHON) .ci/sizes.py
