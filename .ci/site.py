@@ -28,7 +28,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in COPIED:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     for folder in sorted({path.parent for path in (DOCS / "results").rglob("*") if path.is_file()}):
-        lines = [f"# {folder.name}", "", *(f"* [{x.name}]({x.name})" for x in sorted(folder.iterdir()))]
+        lines = [
+            f"# {folder.name}",
+            "",
+            *(f"* [{x.name}]({x.name})" for x in sorted(folder.iterdir())),
+        ]
         index = str((folder / "index.md").relative_to(DOCS))
         level = InclusionLevel.NOT_IN_NAV
         files.append(File.generated(config, index, content="\n".join(lines), inclusion=level))
