@@ -53,6 +53,15 @@ def test_what_is_allowed(lint: ModuleType) -> None:
     assert not list(lint.code("ringfa3/new.py", code))
 
 
+def test_a_package_of_many_modules(lint: ModuleType) -> None:
+    """Folders count alone, without those inside; those of tests may have more."""
+    names = [f"train/new/m{i}.py" for i in range(14)]
+    others = ["train/new/__init__.py", "train/new/inside/m.py", "train/new/notes.md"]
+    assert not list(lint.packages([*names, *others, *(f"tests/test_{i}.py" for i in range(15))]))
+    (finding,) = lint.packages([*names, "train/new/more.py"])
+    assert (finding.file, finding.text) == ("train/new", "15 modules; at most 14")
+
+
 def test_names_of_kernels(lint: ModuleType) -> None:
     (finding,) = lint.code("csrc/new.cuh", "int x;\nCUTE_DEVICE void spoil_row(int x) {}\n")
     assert (finding.line, "'spoil'" in finding.text) == (2, True)

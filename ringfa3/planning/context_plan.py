@@ -230,7 +230,7 @@ class ContextPlan(TokenShards):
         """What this rank sends and receives by messages, and the spans of its launches.
 
         Args:
-            launch: (steps,) the launch of each `HostRanks.step`, default `launch_of_step`.
+            launch: (steps,) the launch of each `HostRanks.ring_step`, default `launch_of_step`.
             keys: ranks exchange whole tiles of so many keys.
         """
         key = keys, b"" if launch is None else launch.tobytes()

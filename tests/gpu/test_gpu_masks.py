@@ -7,13 +7,13 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from ringfa3 import flash_attn_mask_func, plan_context, ring_attn_func
+from ringfa3 import flash_attn_mask_func, plan_context
 from ringfa3.kernels import dispatch
 from tests.support.dense import gradients
 from tests.support.gpus import spawn, worlds
-from tests.support.mask_checks import NAMES, case_of, dense_results, dsink_size, hold_gate
+from tests.support.mask_checks import case_of, dense_results, dsink_size, hold_gate
+from tests.support.ring_checks import check_ring
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -49,29 +49,10 @@ def _worker(rank: int, world: int) -> None:
     rng = random.Random(world)
     for number in range(50):
         union, given = case_of(rng, number)
-        (q, k, v, *sink), dout, dlse = given
         plan = plan_context(union.mask(), layout=rng.choice(("zigzag", "contiguous")))
-        leaves = [plan.shard(q), plan.shard_keys(k), plan.shard_keys(v), *sink]
-        leaves = [x.clone().requires_grad_() for x in leaves]
-        outputs = ring_attn_func(
-            *leaves[:3],
-            plan,
-            sink=leaves[3] if sink else None,
-            return_lse=True,
-            deterministic=bool(number % 2),
-            transport=("nccl", "symmetric")[number // 2 % 2],
-        )
-        assert isinstance(outputs, tuple)
-        got = [*outputs, *gradients(leaves, outputs, plan.shard(dout), plan.shard(dlse, 1))]
-        if sink:
-            dist.all_reduce(got[5])
-        results = [dense_results(union, given, x) for x in (q.dtype, torch.float64)]
-        size = dsink_size(results[1], given)
-        for whole in results:
-            for i, x in enumerate(whole[:5]):
-                cut = plan.shard_keys if NAMES[i] in ("dk", "dv") else plan.shard
-                whole[i] = cut(x, 1 if NAMES[i] == "lse" else 0)
-        hold_gate(got, *results, size, f"rank {rank}, case {number}: {union}, {q.dtype}")
+        transport = ("nccl", "symmetric")[number // 2 % 2]
+        what = f"rank {rank}, case {number}: {union}, {given[0][0].dtype}"
+        check_ring(plan, union, given, transport, bool(number % 2), what)
 
 
 @worlds(2, 4, soak=(3,))

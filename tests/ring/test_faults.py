@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ringfa3 import RingError, plan_context, ring_attn_func
 from ringfa3.kernels import reference
-from ringfa3.ring.entries import Settings
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from tests.support.ranks import sacrifice
 

@@ -181,7 +181,7 @@ def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
     ):
         for _ in range(STEPS):
             step()
-    return [own.latest.number]
+    return [own.calls.latest.number]
 
 
 @pytest.mark.parametrize("world", [2, 4])

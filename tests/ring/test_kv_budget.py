@@ -4,7 +4,6 @@ of the buffers of a ring by messages."""
 from __future__ import annotations
 
 import pickle
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from tests.ring.test_landing import check_backward, check_forward, topologies
 from tests.ring.test_ring_op import EXACT, dense_results, ring_results, shards_of
 from tests.support.dense import cumulative, mask, tensors, worst
 from tests.support.ranks import Ranks
+from tests.support.ring_checks import DKV, KV, counted_rows, least_budget
 from tests.support.strategies import Case, cases
 
 MILLION = 1 << 20
@@ -32,26 +32,10 @@ MILLION = 1 << 20
 def allocated(plan: ContextPlan) -> tuple[int, int]:
     """Rows of K/V and of dK/dV that a backward pass of the plan's rank allocates, without those of
     its own tokens."""
-    rows = {3: 0, 4: 0}  # by dimensions: K or V, or dK and dV together
-    new_empty = torch.Tensor.new_empty
-
-    def counted(x: torch.Tensor, shape: tuple[int, ...], **options: object) -> torch.Tensor:
-        rows[len(shape)] += shape[0]
-        return new_empty(x, shape, **options)  # type: ignore[call-overload, no-any-return]
-
     k = torch.empty(plan.local_keys, 1, 8, dtype=torch.bfloat16, device="meta")
-    with patch.object(torch.Tensor, "new_empty", counted):
+    with counted_rows(k.shape[1:]) as rows:
         P2PRingPass(FakeTransport(), plan, "backward").start(k, k)
-    return rows[3] // 2, rows[4] - plan.local_keys
-
-
-def least_budget(*given: object, **options: object) -> int:
-    """Of rank 0, from the error of a budget of one row; 1 if it works."""
-    try:
-        plan_context(*given, **options, kv_budget=1)  # type: ignore[arg-type]
-    except ValueError as error:
-        return int(str(error).rpartition("give kv_budget=")[2].removesuffix(" or more"))
-    return 1
+    return rows[KV] // 2, rows[DKV] - plan.local_keys
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 16])
@@ -156,7 +140,7 @@ def test_rows_of_buffers_are_those_of_the_launches(hosts: int, documents: int) -
     expected = []
     for rank in range(8):
         exchange = plan_context(cumulative, (rank, 8), hosts=hosts).by_messages()
-        landed = [batch.rows for batch in exchange.batches]
+        landed = [chunk.rows for chunk in exchange.chunks]
         twice = exchange.rows[1::2], exchange.rows[2::2], landed[::2], landed[1::2]
         sent = ([len(rows) for rows in flow.sent] for flow in exchange.flows)
         expected.append(sum(max(rows, default=0) for rows in (*twice, *sent)))

@@ -14,13 +14,13 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 Given = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]
 
 
-def case_of(rng: random.Random, number: int) -> tuple[Union, Given]:
-    """A mask on a GPU, and `given_of` it. Every fourth is of cross-attention."""
+def case_of(rng: random.Random, number: int, device: str = "cuda") -> tuple[Union, Given]:
+    """A mask, and `given_of` it. Every fourth is of cross-attention."""
     union = random_union(rng, rng.choice((200, 1500)), cross=number % 4 == 3)
     torch.manual_seed(number)
     dtype = rng.choice((torch.bfloat16, torch.float16))
     heads = rng.choice(((8, 2, 64), (4, 4, 128), (4, 1, 256), (4, 2, 96)))
-    return union, given_of(union, *heads, dtype, number % 3 == 0, "cuda")
+    return union, given_of(union, *heads, dtype, number % 3 == 0, device)
 
 
 def given_of(

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from ringfa3.bench.common.cases import (
     BACKWARD,
     CAUSAL,
@@ -31,7 +33,8 @@ FP8, INT8 = "fp8", "int8"  # with 8-bit operands and without
 QUANTISED_BACKWARD = {"fp8-backward": FP8, "int8-backward": INT8}
 BELOW = "below"  # head dims below a kernel's own, and with columns of zeros up to it
 SINKS = "sinks"  # with a sink and without
-SPANS = "spans"  # masks that no other implementation here takes
+SPANS = "spans"  # masks, and a sequence of equal FLOPs or a window without them
+TREE = "tree"  # trees, against their sequences one by one and libraries that take such masks
 OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     ABLATION: FORWARD,
     MERGE: FORWARD,
@@ -42,12 +45,15 @@ OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     BELOW: None,
     SINKS: None,
     SPANS: None,
+    TREE: None,
 }
-SCORES = "scores"
+SCORES, PACKED = "scores", "packed"
 HOST = "host"  # its rows are times of the host; it runs alone, too
 HEAD_DIMS = (64, 128, 256)
 PEERS = ("fa3", "fa4", "cudnn")  # the other libraries, as options name them
 MASK_TOKENS = 128 * K
+TREES = "8 trees of 4k + 16 x 1k"
+FIRST_KEYS = "window and 4 first keys"
 
 
 def dense(
@@ -134,6 +140,22 @@ def _windows(shrink: int) -> list[Case]:
     return cases
 
 
+def packed(shrink: int) -> Iterable[Case]:
+    """Short documents, 16k tokens in all, hidden size 2048, causal."""
+    tokens, rng = 16 * K // shrink, random.Random(1)
+    by_label: dict[str, tuple[int, ...]] = {}
+    for n in (64, 128, 256, 512):
+        length = max(1, n // shrink)
+        by_label[f"{16 * K // n} x {n}"] = (length,) * (tokens // length)
+    mixed: list[int] = []
+    while (left := tokens - sum(mixed)) > 0:
+        mixed.append(min(left, max(1, rng.randint(37, 500) // shrink)))
+    by_label["37 to 500"] = tuple(mixed)
+    for d in HEAD_DIMS:
+        for label, lengths in by_label.items():
+            yield Case(PACKED, label, lengths, 2048 // d, 2048 // d, d, CAUSAL, packed=True)
+
+
 def scores(shrink: int) -> Iterable[Case]:
     """One sequence of 16k with each distribution of scores, 4k where only errors are measured."""
     shapes = [(2048 // d, d, window) for d in HEAD_DIMS for window in (FULL, CAUSAL)]
@@ -184,31 +206,38 @@ def sinks(shrink: int) -> Iterable[Case]:
 
 
 def spans(shrink: int) -> Iterable[Case]:
-    """Images in a causal sequence, trees, a window with first keys, random blocks.
-
-    A causal sequence of equal FLOPs follows each, the window without first keys follows the window.
-    """
-    tokens = 64 * K // shrink
-    for label, mask in span_masks(shrink).items():
-        yield (case := of_spans(label, mask))
-        if label.startswith("window"):
-            window = (K // shrink - 1, 0)
-            alone = dense(SPANS, 1, tokens, (32, 8), 128, window)
-            yield replace(alone, label="without first keys", equal_flops_of=label)
-        else:
-            yield causal_after(case)
-    yield (case := of_spans("causal as a mask", Mask.documents(tokens)))
-    yield causal_after(case)
+    """Images in a causal sequence, trees, a window with first keys, random blocks."""
+    masks = {**span_masks(shrink), "causal as a mask": Mask.documents(64 * K // shrink)}
+    for label, mask in masks.items():
+        yield of_spans(SPANS, label, mask)
 
 
-def causal_after(case: Case) -> Case:
-    """`causal_of_equal_flops`, named after its mask: those of two masks may be equally long."""
-    causal = causal_of_equal_flops(case)
-    return replace(causal, label=f"{causal.label} for {case.label}")
+def tree(shrink: int) -> Iterable[Case]:
+    """The trees of `spans`."""
+    yield of_spans(TREE, TREES, span_masks(shrink)[TREES])
 
 
-def of_spans(label: str, mask: Mask) -> Case:
-    return Case(SPANS, label, (mask.q_tokens,), 32, 8, 128, FULL, packed=True, spans=mask)
+def of_spans(set_name: str, label: str, mask: Mask) -> Case:
+    return Case(set_name, label, (mask.q_tokens,), 32, 8, 128, FULL, packed=True, spans=mask)
+
+
+def without_spans(case: Case) -> Case:
+    """What a mask of `spans` is compared with: the window without first keys, or a causal sequence
+    of equal FLOPs."""
+    if case.label != FIRST_KEYS:
+        return causal_of_equal_flops(case)
+    assert case.spans is not None
+    left = -int(case.spans.diagonal_spans[:, 4].max())  # of the window; first keys are further left
+    return replace(case, window=(left, 0), packed=False, spans=None)
+
+
+def unfolded(case: Case) -> Case:
+    """The sequences of a mask of trees, one by one: from a root to each leaf."""
+    assert case.spans is not None
+    positions = case.spans.positions
+    leaves = np.flatnonzero(np.diff(positions, append=0) <= 0)  # the next node begins further up
+    lengths = tuple((positions[leaves] + 1).tolist())
+    return replace(case, lengths=lengths, window=CAUSAL, spans=None)
 
 
 def span_masks(shrink: int) -> dict[str, Mask]:
@@ -227,8 +256,8 @@ def span_masks(shrink: int) -> dict[str, Mask]:
         f"{images} images": Mask.documents(tokens).with_bidirectional(
             begins, [begin + size for begin in begins]
         ),
-        "8 trees of 4k + 16 x 1k": Mask.pack([Mask.tree(lengths, [-1] + [0] * 16)] * 8),
-        "window and 4 first keys": Mask.documents(tokens, window_size=window, first_keys=4),
+        TREES: Mask.pack([Mask.tree(lengths, [-1] + [0] * 16)] * 8),
+        FIRST_KEYS: Mask.documents(tokens, window_size=window, first_keys=4),
         "blocks of 128, 1 in 8": Mask.blocks(rows, columns, width, tokens),
     }
 
@@ -268,6 +297,7 @@ SETS: dict[str, Callable[[int], Iterable[Case]]] = {
     "mqa": mqa,
     "hops": hops,
     "masks": masks,
+    PACKED: packed,
     SCORES: scores,
     HOST: host_time,
     ABLATION: ablation,
@@ -279,6 +309,7 @@ SETS: dict[str, Callable[[int], Iterable[Case]]] = {
     BELOW: below,
     SINKS: sinks,
     SPANS: spans,
+    TREE: tree,
 }
 
 

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from ringfa3.bench.attention.flex_attention import BLOCK, RunsOfKeys
 from ringfa3.bench.common.cases import Case
 from ringfa3.bench.common.fa3 import packed_arguments
 from ringfa3.bench.common.implementations import (
@@ -55,11 +57,34 @@ class Fa4(SingleDevice):
         if not case.causal:
             left, right = case.window
             given["window_size"] = (None if left < 0 else left, None if right < 0 else right)
+        if case.spans is not None:
+            given |= self._spans(case, device)
+            batched = self.module.flash_attn_func
+            return lambda q, k, v: tensor(batched(q[None], k[None], v[None], **given)[0])[0]
         if case.packed:
             given |= packed_arguments(case, device)
         function = "flash_attn_varlen_func" if case.packed else "flash_attn_func"
         func: Callable[..., Any] = getattr(self.module, function)
         return lambda q, k, v: tensor(func(q, k, v, **given)[0])
+
+    def _spans(self, case: Case, device: torch.device) -> dict[str, Any]:
+        """The arguments for a mask of spans: a function of a row and a key, and blocks to visit."""
+        runs = RunsOfKeys.of(case, device)
+        blocks = runs.block_mask()
+        sparsity = importlib.import_module(f"{MODULE}.block_sparsity").BlockSparseTensorsTorch
+
+        def visited(own: str) -> Any:
+            """By rows ("kv") or by keys ("q"): the blocks with some pairs, and the full ones."""
+            names = (f"{own}_num_blocks", f"{own}_indices")
+            partial, full = ([getattr(blocks, x + n) for n in names] for x in ("", "full_"))
+            return sparsity(*partial, *full, block_size=(BLOCK, BLOCK))
+
+        return {
+            "mask_mod": _mask_mod(),
+            "aux_tensors": [torch.cat((runs.begins, runs.ends))],
+            "block_sparse_tensors": visited("kv"),
+            "block_sparse_tensors_bwd": visited("q"),
+        }
 
     def prepare(self, problem: Problem) -> PreparedRun:
         with _refusing():
@@ -70,6 +95,24 @@ class Fa4(SingleDevice):
                 return prepared.run()
 
         return replace(prepared, run=run)
+
+
+@cache
+def _mask_mod() -> Callable[..., Any]:
+    """`RunsOfKeys.mask_mod` as the kernels compile it; its tensor (4, rows): begins, then ends."""
+    cute, utils = map(importlib.import_module, ("cutlass.cute", f"{MODULE}.utils"))
+    number = importlib.import_module("cutlass").Int32
+
+    def visible(batch, head, row, key, seqlens, tensors):  # type: ignore[no-untyped-def]
+        runs = tensors[0]
+        begin = utils.scalar_to_ssa(runs[0, row[0]], number)
+        begin2 = utils.scalar_to_ssa(runs[1, row[0]], number)
+        end = utils.scalar_to_ssa(runs[2, row[0]], number)
+        end2 = utils.scalar_to_ssa(runs[3, row[0]], number)
+        return ((key >= begin) & (key < end)) | ((key >= begin2) & (key < end2))
+
+    compiled: Callable[..., Any] = cute.jit(visible)
+    return compiled
 
 
 @contextmanager

@@ -24,12 +24,16 @@ from ringfa3.bench.attention.cases import (
     SCORES,
     SINKS,
     SPANS,
+    TREE,
     select,
+    unfolded,
+    without_spans,
 )
 from ringfa3.bench.attention.cudnn_fp8 import NAME as CUDNN_FP8
 from ringfa3.bench.attention.cudnn_fp8 import cudnn_fp8
 from ringfa3.bench.attention.errors import add_errors
 from ringfa3.bench.attention.fa4 import flash_attention_4
+from ringfa3.bench.attention.flex_attention import FlexAttention
 from ringfa3.bench.attention.merge import EPILOGUES, Epilogue
 from ringfa3.bench.attention.plot import attention_figures
 from ringfa3.bench.attention.quantised import Fp8Variant, QuantisedRingFA3
@@ -51,6 +55,7 @@ from ringfa3.bench.common.implementations import (
     FAR_BELOW,
     RINGFA3,
     LoadError,
+    OnAnotherCase,
     RingFA3,
 )
 from ringfa3.bench.common.machine import DTYPES, BenchError
@@ -248,7 +253,16 @@ def _with_own_implementations(
         found, missing = ([], []) if smoke else _flash_attentions(options)
         return [RingFA3(), ZeroColumns(), *found], missing
     if name == SPANS:
-        return [RingFA3()], []
+        return [RingFA3(), OnAnotherCase(f"{RINGFA3} without spans", RingFA3(), without_spans)], []
+    if name == TREE:
+        found, missing = ([], []) if smoke else _flash_attentions(options)
+        one_by_one = [RingFA3(), *(x for x in found if x.name == FA3)]
+        return [
+            RingFA3(),
+            *(OnAnotherCase(f"{x.name} unfolded", x, unfolded, True) for x in one_by_one),
+            *(x for x in found if x.name == FA4),
+            FlexAttention(),
+        ], missing
     if name == SINKS:
         return [RingFA3(f"{RINGFA3} with a sink", sink=FAR_BELOW), RingFA3()], []
     return [Epilogue(kind) for kind in EPILOGUES], []
@@ -263,7 +277,7 @@ def planned_rows(
     cases = [
         case
         for case in select(options.sets, options.head_dims, shrink)
-        if case.set in ("masks", SPANS) or max(case.lengths) * shrink >= options.shortest
+        if case.packed or max(case.lengths) * shrink >= options.shortest
     ]
     planned: list[tuple[Case, str]] = []
     missing: dict[tuple[str, str], list[int]] = {}

@@ -59,11 +59,11 @@ def attention_tables(results: Results) -> Iterator[Table]:
 
 def attention_lines(results: Results) -> list[str]:
     """The summary against the faster of FA3 and FA4, else FA3, else the first peer with figures,
-    else the first peer; the largest errors; and masks of spans beside causal of equal FLOPs."""
+    else the first peer; and the largest errors."""
     peers = [s.peer for s in summaries(results)] or results.rows[0].implementations[1:]
     chosen = [name for name in (FASTER, FA3, *peers) if name in peers][:1]
     summary = [summary_line(results, name) for name in chosen]
-    return [*summary, *_largest_errors(results.rows), *_masks_beside_causal(results.rows)]
+    return [*summary, *_largest_errors(results.rows)]
 
 
 def attention_line(row: Row) -> str:
@@ -122,16 +122,6 @@ def _largest_errors(rows: list[Row]) -> Iterator[str]:
             error, output, row = found
             where = f"{output}, {row_name(row)}"
             yield f"largest rms error over that of {name}: {error:.3f} ({where})"
-
-
-def _masks_beside_causal(rows: list[Row]) -> Iterator[str]:
-    """A line for each mask of spans: its rate over that of the row with equal FLOPs."""
-    masks = {(row.direction, row.label): row for row in rows if row.set == SPANS}
-    for row in rows:
-        mask = masks.get((row.direction, row.equal_flops_of or ""))
-        ours, causal = (x and x.tflops(x.first) for x in (mask, row))
-        if mask and ours and causal:
-            yield f"{row.direction}, {mask.label}: {ours / causal:.3f} of {row.label}"
 
 
 def _cells(row: Row, peers: list[str], errors: list[str]) -> list[str]:

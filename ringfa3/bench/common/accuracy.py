@@ -201,12 +201,12 @@ def attention(
         chunk = slice(begin, begin + step)
         q = here["q"][chunk].detach().requires_grad_(backward)
         row0, window, spans = begin + aligned, problem.case.window, problem.case.spans
-        seen = _visible_keys(row0, len(q), len(k), window)
-        k_seen, v_seen = (x[seen].detach().requires_grad_(backward) for x in (k, v))
         if spans is None:
-            hidden = _hidden(row0 - seen.start, len(q), len(k_seen), window, q.device)
+            seen = _visible_keys(row0, len(q), len(k), window)
+            hidden = _hidden(row0 - seen.start, len(q), seen.stop - seen.start, window, q.device)
         else:
-            hidden = ~_visible(spans, begin, len(q), q.device)
+            seen, hidden = _hidden_by_spans(spans, begin, len(q), q.device)
+        k_seen, v_seen = (x[seen].detach().requires_grad_(backward) for x in (k, v))
         out = _attend(q, k_seen, v_seen, hidden, float32_scores)
         if backward:
             dq, *dkv = torch.autograd.grad(out, (q, k_seen, v_seen), here["dout"][chunk])
@@ -242,17 +242,21 @@ def _hidden(
     return hidden
 
 
-def _visible(mask: Mask, row0: int, rows: int, device: torch.device) -> torch.Tensor:
-    """(rows, keys) bool: the keys of rows [row0, row0 + rows) of a mask."""
-    visible = torch.zeros(rows, mask.k_tokens, dtype=torch.bool, device=device)
+def _hidden_by_spans(
+    mask: Mask, row0: int, rows: int, device: torch.device
+) -> tuple[slice, torch.Tensor]:
+    """The keys from the first to the last that rows [row0, row0 + rows) attend to, n of them; and
+    (rows, n) bool, of these keys."""
     spans = mask.diagonal_spans
     here = spans[(spans[:, 0] < row0 + rows) & (spans[:, 1] > row0)]
+    first, last = int(here[:, 2].min()), int(here[:, 3].max())
+    hidden = torch.ones(rows, last - first, dtype=torch.bool, device=device)
     for q0, q1, k0, k1, lo, hi in here.tolist():
         row = torch.arange(max(q0, row0), min(q1, row0 + rows), device=device)[:, None]
         diagonal = torch.arange(k0, k1, device=device) - row
         inside = slice(max(q0, row0) - row0, min(q1, row0 + rows) - row0)
-        visible[inside, k0:k1] |= (diagonal >= lo) & (diagonal <= hi)
-    return visible
+        hidden[inside, k0 - first : k1 - first] &= (diagonal < lo) | (diagonal > hi)
+    return slice(first, last), hidden
 
 
 def _attend(

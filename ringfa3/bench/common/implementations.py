@@ -12,9 +12,11 @@ import torch
 from ringfa3 import flash_attn_func, flash_attn_mask_func, flash_attn_varlen_func
 from ringfa3.bench.common.cases import BACKWARD, FORWARD, Case
 from ringfa3.bench.common.problem import (
+    Implementation,
     PreparedRun,
     Problem,
     UnsupportedCaseError,
+    make_problem,
     prepare_backward,
     prepare_forward,
 )
@@ -107,6 +109,29 @@ class RingFA3(SingleDevice):
     def prepare(self, problem: Problem) -> PreparedRun:
         require_kernel(problem, self.precision)
         return replace(super().prepare(problem), rms=RMS.get(self.precision))
+
+
+class OnAnotherCase:
+    """An implementation on the case that `other` makes of the problem's. It is timed only.
+
+    same_result: the other case has the same result, so times are compared, not FLOPs per second.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        implementation: Implementation,
+        other: Callable[[Case], Case],
+        same_result: bool = False,
+    ) -> None:
+        self.name, self.implementation = name, implementation
+        self.other, self.same_result = other, same_result
+
+    def prepare(self, problem: Problem) -> PreparedRun:
+        case = self.other(problem.case)
+        made = make_problem(case, problem.direction, problem.q.dtype, problem.q.device)
+        flops = None if self.same_result else case.flops(problem.direction)
+        return replace(self.implementation.prepare(made), outputs=None, rows=None, flops=flops)
 
 
 def name_of(library: str, deterministic: bool) -> str:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+from ringfa3.bench.attention.cases import (
+    FIRST_KEYS,
+    TREES,
+    of_spans,
+    span_masks,
+    without_spans,
+)
 from ringfa3.bench.cluster.mixes import DISTRIBUTIONS, Mix
 from ringfa3.bench.common.cases import Case, K, documents, short
+from ringfa3.masks.mask import Mask
 
 LENGTHS = "lengths"  # the only set of speed that also runs on fewer ranks
 MEMORY, ERROR, HOST, CHECKPOINT, FRESH = "memory", "error", "host", "checkpoint", "fresh"
 UNTIMED = (MEMORY, ERROR, HOST)
 MAGI, MIXES = "magi", "mixes"
 SEEDED = (MAGI, MIXES)  # batches of documents, a row for each
+SPANS = "spans"  # masks; as SEEDED, its only peer is one GPU under the same mask
 STEPS = (CHECKPOINT, FRESH)  # a row is a forward and a backward of RingFA3, under "backward"
 RING_TOKENS = 256 * K  # of packed documents and windows
 SHARD_TOKENS = (4 * K, 16 * K, 64 * K)  # of each rank
@@ -135,6 +144,20 @@ def _batches(set_name: str, name: str, tokens: int, world: int) -> Iterable[Ring
         yield replace(ring_case(set_name, label, lengths, world), mix=mix)
 
 
+def spans(world: int, shrink: int) -> Iterable[RingCase]:
+    """Trees, one of them as long as 8; a window with first keys and without them, whose K/V rows
+    are compared."""
+    masks = span_masks(shrink)
+    one = Mask.tree([32 * K // shrink, *[8 * K // shrink] * 16], [-1] + [0] * 16)
+    masks = {TREES: masks[TREES], "tree of 32k + 16 x 8k": one, FIRST_KEYS: masks[FIRST_KEYS]}
+    for label, given in masks.items():
+        case = of_spans(SPANS, label, given)
+        values = {f.name: getattr(case, f.name) for f in fields(Case)}
+        yield (last := RingCase(**values, world=world))
+    window = without_spans(last).window
+    yield replace(last, spans=None, window=window, label=f"{FIRST_KEYS}, without these")
+
+
 RING_SETS = {
     LENGTHS: one_sequence,
     "documents": packed_documents,
@@ -146,4 +169,5 @@ RING_SETS = {
     FRESH: fresh_packings,
     MAGI: magi,
     MIXES: mixes,
+    SPANS: spans,
 }

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import plan_context, ring_attn_func
-from ringfa3.bench.common.cases import FORWARD, FULL, MATMULS, Case, causal_of_equal_flops
+from ringfa3.bench.common.cases import FORWARD, FULL, Case, causal_of_equal_flops
 from ringfa3.bench.common.communicator import Communicator
 from ringfa3.bench.common.implementations import (
     RINGFA3,
     Attend,
+    OnAnotherCase,
     SingleDevice,
     require_kernel,
     tensor,
@@ -28,7 +29,6 @@ from ringfa3.bench.common.implementations import (
 from ringfa3.bench.common.problem import (
     PreparedRun,
     Problem,
-    make_problem,
     prepare_backward,
     prepare_forward,
 )
@@ -111,6 +111,8 @@ class Ring(Distributed):
         return self.transport in ("auto", "symmetric")
 
     def plan(self, case: Case) -> ContextPlan:
+        if case.spans is not None:
+            return plan_context(case.spans, self._group)
         return self.plan_of(case.cumulative, case.window[0])
 
     def plan_of(self, cu_seqlens: list[int], left: int = -1) -> ContextPlan:
@@ -153,20 +155,14 @@ class Ring(Distributed):
         return RingGroup.of(self._group).connections.last_transport
 
 
-class DenseRing:
+def dense_ring(ring: Ring) -> OnAnotherCase:
     """A ring on one causal sequence of equal FLOPs."""
-
-    def __init__(self, ring: Ring) -> None:
-        self.ring, self.name = ring, f"{ring.name} dense"
-
-    def prepare(self, problem: Problem) -> PreparedRun:
-        case = replace(causal_of_equal_flops(problem.case), packed=True)
-        dense = make_problem(case, problem.direction, problem.q.dtype, problem.q.device)
-        flops = case.flops(problem.direction)
-        return replace(self.ring.prepare(dense), outputs=None, rows=None, flops=flops)
+    return OnAnotherCase(
+        f"{ring.name} dense", ring, lambda case: replace(causal_of_equal_flops(case), packed=True)
+    )
 
 
-class SingleGpu:
+class SingleGpu(OnAnotherCase):
     """One GPU on a rank's FLOPs: its tokens on as many keys as a query attends to on average, no
     mask.
 
@@ -174,30 +170,28 @@ class SingleGpu:
     """
 
     def __init__(self, implementation: SingleDevice) -> None:
-        self.implementation, self.name = implementation, f"{implementation.name} alone"
-
-    def prepare(self, problem: Problem) -> PreparedRun:
-        case = ring_case_of(problem.case)
-        tokens = -(-case.tokens // case.world)
-        keys = max(1, round(case.pairs / case.world / tokens))
-        full = replace(case, lengths=(tokens,), keys=(keys,), window=FULL, packed=False)
-        local = make_problem(full, problem.direction, problem.q.dtype, problem.q.device)
-        flops = MATMULS[problem.direction] * tokens * keys * case.head_dim * case.heads
-        return replace(self.implementation.prepare(local), outputs=None, flops=flops)
+        super().__init__(f"{implementation.name} alone", implementation, full_of_a_rank)
 
 
-class SingleGpuSameMask:
-    """One GPU on a rank's number of tokens, under the same mask: see `documents_of_a_rank`."""
+def full_of_a_rank(case: Case) -> RingCase:
+    """The case of `SingleGpu`."""
+    case = ring_case_of(case)
+    tokens = -(-case.tokens // case.world)
+    keys = max(1, round(case.pairs / case.world / tokens))
+    return replace(case, lengths=(tokens,), keys=(keys,), window=FULL, packed=False, world=1)
 
-    def __init__(self, implementation: SingleDevice) -> None:
-        self.implementation, self.name = implementation, f"{implementation.name} alone, same mask"
 
-    def prepare(self, problem: Problem) -> PreparedRun:
-        case = ring_case_of(problem.case)
-        shard = replace(case, lengths=documents_of_a_rank(case), world=1)
-        local = make_problem(shard, problem.direction, problem.q.dtype, problem.q.device)
-        flops = shard.flops(problem.direction)
-        return replace(self.implementation.prepare(local), outputs=None, flops=flops)
+def single_gpu_same_mask(implementation: SingleDevice) -> OnAnotherCase:
+    """One GPU under the same mask, on a rank's number of tokens; under spans, on all."""
+    return OnAnotherCase(f"{implementation.name} alone, same mask", implementation, of_one_rank)
+
+
+def of_one_rank(case: Case) -> RingCase:
+    """The case of `single_gpu_same_mask`."""
+    case = ring_case_of(case)
+    if case.spans is not None:
+        return replace(case, world=1)
+    return replace(case, lengths=documents_of_a_rank(case), world=1)
 
 
 def documents_of_a_rank(case: RingCase) -> tuple[int, ...]:

@@ -43,8 +43,10 @@ class LoadBalance:
 
 
 def plan_of_rank(case: RingCase, rank: int) -> ContextPlan:
-    window = (case.window[0], -1)
-    return plan_context(case.cumulative, (rank, case.world), "zigzag", True, window)
+    ranks = rank, case.world
+    if case.spans is not None:
+        return plan_context(case.spans, ranks)
+    return plan_context(case.cumulative, ranks, "zigzag", True, (case.window[0], -1))
 
 
 def _visited(tiling: Tiling) -> tuple[int, int]:

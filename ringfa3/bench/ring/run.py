@@ -41,6 +41,7 @@ from ringfa3.bench.ring.cases import (
     LENGTHS,
     MEMORY,
     SEEDED,
+    SPANS,
     STEPS,
     UNTIMED,
     RingCase,
@@ -50,11 +51,11 @@ from ringfa3.bench.ring.checkpoint import measure_checkpointed
 from ringfa3.bench.ring.fresh import measure_fresh
 from ringfa3.bench.ring.host_time import host_seconds
 from ringfa3.bench.ring.implementations import (
-    DenseRing,
     Distributed,
     Ring,
     SingleGpu,
-    SingleGpuSameMask,
+    dense_ring,
+    single_gpu_same_mask,
 )
 from ringfa3.bench.ring.load_balance import LoadBalance, plan_of_rank
 from ringfa3.bench.ring.memory import MemoryMeter, MemoryUse
@@ -187,17 +188,17 @@ class Job:
         loaded, rings = self.loaded, self.rings(case, direction, comm)
         if case.set in (ERROR, HOST, *STEPS):
             return [*rings]
-        if case.set in SEEDED:
-            return [*rings, SingleGpuSameMask(loaded.single)]
+        if case.set in (*SEEDED, SPANS):
+            return [*rings, single_gpu_same_mask(loaded.single)]
         found: list[Implementation] = [*rings]
         if case.set != MEMORY:
             if case.world < max(self.worlds):
                 return [rings[0], SingleGpu(loaded.single)]
             found += [SingleGpu(one) for one in (loaded.single, loaded.fa3) if one]
             if case.set != LENGTHS:
-                found.append(DenseRing(rings[0]))
+                found.append(dense_ring(rings[0]))
             if not case.causal:
-                found.append(SingleGpuSameMask(loaded.single))
+                found.append(single_gpu_same_mask(loaded.single))
         if comm.world == 1:
             return found
         if loaded.zigzag:

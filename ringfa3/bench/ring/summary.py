@@ -66,17 +66,20 @@ def _lengths(rows: list[RingRow]) -> str:
 
 
 def masks_line(rows: list[RingRow]) -> str:
-    """By direction: speed over each of the others; and the load balance of the plan."""
+    """By case and direction: speed over each of the others; and the load balance of the plan."""
     texts = []
-    for row in rows:
-        ratios = [f"{c.ratio:.3f} of {name}" for name, c in row.comparisons.items() if c.ratio]
-        texts.append(f"{row.direction} on {row.world}: {', '.join(ratios)}")
-    row = rows[0]
-    texts.append(
-        f"work of a rank at most {row.imbalance:.3f} of the mean, "
-        f"tiles {row.tile_occupancy:.3f} full, {row.kv_bytes / MIB:.3g} MiB of K/V moved, "
-        f"{row.kv_share:.3f} of all"
-    )
+    for label in (labels := dict.fromkeys(row.label for row in rows)):
+        here = [row for row in rows if row.label == label]
+        case = f"{label}, " if len(labels) > 1 else ""
+        for row in here:
+            ratios = [f"{c.ratio:.3f} of {name}" for name, c in row.comparisons.items() if c.ratio]
+            texts.append(f"{case}{row.direction} on {row.world}: {', '.join(ratios)}")
+        row = here[0]
+        texts.append(
+            f"work of a rank at most {row.imbalance:.3f} of the mean, "
+            f"tiles {row.tile_occupancy:.3f} full, {row.kv_bytes / MIB:.4g} MiB of K/V moved, "
+            f"{row.kv_share:.3f} of all"
+        )
     return "; ".join(texts)
 
 

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ringfa3 import Mask
 from ringfa3.bench.__main__ import main
 from ringfa3.bench.attention import run as attention
+from ringfa3.bench.attention.cases import SPANS, TREE, of_spans
 from ringfa3.bench.common import machine
 from ringfa3.bench.common.cases import CAUSAL, Case
 from ringfa3.bench.common.comparison import DeviceLostError
@@ -278,6 +281,24 @@ def test_sets_on_the_cpu_from_end_to_end(
     assert (tmp_path / f"{direction}-{name}.png").exists()
     notes = [line for line in found.left_out if line.startswith("cuDNN: ")]
     assert bool(notes) is (name == "deterministic")
+
+
+def test_masks_of_spans_on_the_cpu_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a sequence of equal FLOPs; and trees against their sequences and FlexAttention."""
+    mask = Mask.tree([12, 5, 9], [-1, 0, 0])
+    for name, names in (
+        (SPANS, ["RingFA3 without spans"]),
+        (TREE, ["RingFA3 unfolded", "FlexAttention"]),
+    ):
+        case = replace(of_spans(name, "any", mask), heads=4, kv_heads=2, head_dim=64)
+        monkeypatch.setattr(attention, "select", lambda *_, case=case: [case])
+        assert run("--device", "cpu", "--set", name, "-q", "--out", tmp_path / name) == 0
+        for row in Results.load(tmp_path / name / "results.json").rows:
+            assert (row.stopped, list(row.comparisons)) == (None, names)
+            timed = [row.comparisons[peer].ratio is not None for peer in names]
+            assert timed == [True, row.direction == "forward"][: len(names)]
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])

@@ -3,10 +3,20 @@ Cases of the benchmark: their masks, counted against brute force, and their sets
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from ringfa3.bench.attention.cases import HEAD_DIMS, SETS, select, span_masks
+from ringfa3.bench.attention.cases import (
+    FIRST_KEYS,
+    HEAD_DIMS,
+    SETS,
+    select,
+    span_masks,
+    unfolded,
+    without_spans,
+)
 from ringfa3.bench.attention.run import CPU_SHRINK
 from ringfa3.bench.common.cases import (
     BACKWARD,
@@ -17,6 +27,7 @@ from ringfa3.bench.common.cases import (
     causal_of_equal_flops,
 )
 from ringfa3.bench.common.scores import TIMED, UNTIMED
+from ringfa3.masks.mask import Mask
 from tests.support.dense import mask
 
 
@@ -160,3 +171,22 @@ def test_masks_of_a_smoke_run_have_few_spans() -> None:
         assert 0 < len(made.spans) < 200, label
     labels = ["100 images", "8 trees of 4k + 16 x 1k", "window and 4 first keys"]
     assert list(span_masks(1)) == [*labels, "blocks of 128, 1 in 8"]
+
+
+def test_a_mask_is_compared_with_a_sequence_of_its_flops_or_its_window() -> None:
+    for case in select(["spans"]):
+        other = without_spans(case)
+        assert other.spans is None
+        if case.label == FIRST_KEYS:
+            assert (other.window, other.lengths) == ((1023, 0), case.lengths)
+        else:
+            assert other.causal
+        assert other.flops(FORWARD) == pytest.approx(case.flops(FORWARD), rel=0.02)
+
+
+def test_a_tree_unfolds_into_its_sequences() -> None:
+    """Lengths in the order of the leaves, exactly."""
+    (case,) = select(["tree"])
+    assert unfolded(case).lengths == (5120,) * 128
+    deep = Mask.pack([Mask.tree([3, 4, 5, 2], [-1, 0, 1, 0]), Mask.tree([7], [-1])])
+    assert unfolded(replace(case, spans=deep)).lengths == (12, 5, 7)

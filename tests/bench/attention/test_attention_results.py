@@ -19,7 +19,6 @@ from ringfa3.bench.common.plot import draw
 from ringfa3.bench.common.results import (
     FASTER,
     PLAIN,
-    SELF,
     Comparison,
     Results,
     ResultsError,
@@ -86,19 +85,6 @@ def printed(results: Results) -> str:
         for table in attention_tables(results):
             console.print(table)
     return captured.get()
-
-
-def test_masks_of_spans_have_no_peer_but_causal_of_equal_flops() -> None:
-    """Each line: a mask's rate over that of the row after it, where both are timed."""
-    rows = []
-    for i, case in enumerate(select(["spans"], shrink=64)):
-        row = Row.of(case, FORWARD, "bfloat16", IMPLEMENTATIONS[:1])
-        row.comparisons = {SELF: match(300 + 100 * (i % 2), 1)}
-        rows.append(row)
-    rows[1].comparisons = {}
-    lines = attention_lines(Results({}, {}, False, [], rows, True))
-    assert len(lines) == len(rows) // 2 - 1
-    assert lines[0] == "forward, 8 trees of 4k + 16 x 1k: 0.750 of " + rows[3].label
 
 
 def test_json_and_back_is_the_same(results: Results, tmp_path: Path) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from ringfa3 import Mask
 from ringfa3.bench.__main__ import main
 from ringfa3.bench.attention import fa4 as fa4_module
+from ringfa3.bench.attention.cases import TREE, of_spans
 from ringfa3.bench.attention.fa4 import Fa4, flash_attention_4
+from ringfa3.bench.attention.flex_attention import RunsOfKeys
 from ringfa3.bench.common.cases import BACKWARD, FORWARD
 from ringfa3.bench.common.comparison import measure_row
 from ringfa3.bench.common.implementations import LoadError, RingFA3
@@ -23,9 +27,11 @@ CPU = torch.device("cpu")
 # Arguments in the order of flash-attn-4 4.0.0b36; a window is None on a side without limit.
 INTERFACE = """
 import cutlass  # of nvidia_cutlass_dsl/dsl_packages
+import torch
+from tests.support.dense import attention
 from ringfa3 import flash_attn_func as dense, flash_attn_varlen_func as varlen
 
-calls = []
+calls, visited = [], []
 
 
 def window(causal, window_size):
@@ -42,6 +48,11 @@ def flash_attn_func(
     aux_scalars=None, block_sparse_tensors=None, block_sparse_tensors_bwd=None, return_lse=False,
 ):
     calls.append((deterministic, return_lse))
+    if mask_mod is not None:
+        visited[:] = block_sparse_tensors, block_sparse_tensors_bwd
+        keys = torch.arange(k.shape[1])
+        rows = [mask_mod(None, None, row[None], keys, None, aux_tensors) for row in keys]
+        return attention(q[0], k[0], v[0], torch.stack(rows))[0][None], None
     return dense(q, k, v, window_size=window(causal, window_size)), None
 
 
@@ -61,7 +72,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     wheels = tmp_path / "wheels"
     for name, text in (
         ("flash_attn/cute/__init__.py", INTERFACE),
-        ("nvidia_cutlass_dsl/dsl_packages/cutlass.py", ""),
+        ("flash_attn/cute/utils.py", "def scalar_to_ssa(x, dtype): return x"),
+        (
+            "flash_attn/cute/block_sparsity.py",
+            "BlockSparseTensorsTorch = lambda *x, **more: (x, more)",
+        ),
+        ("nvidia_cutlass_dsl/dsl_packages/cutlass/__init__.py", "Int32 = int"),
+        ("nvidia_cutlass_dsl/dsl_packages/cutlass/cute.py", "def jit(function): return function"),
         ("flash_attn_4-4.0.0b36.dist-info/METADATA", "Name: flash-attn-4\nVersion: 4.0.0b36\n"),
     ):
         (wheels / name).parent.mkdir(parents=True, exist_ok=True)
@@ -89,6 +106,24 @@ def test_every_mask_agrees_with_float64(folder: Path, direction: str) -> None:
         assert row.stopped is None
         assert row.comparisons["FA4"].stopped is None
         assert row.comparisons["FA4"].ratio is not None
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_masks_of_spans_agree_with_float64(folder: Path, direction: str) -> None:
+    """By the function of a row and a key; the blocks are those of FlexAttention's mask."""
+    fa4_module._mask_mod.cache_clear()
+    mask = Mask.pack([Mask.tree([70, 40, 60], [-1, 0, 0]), Mask.tree([128, 30], [-1, 0])])
+    case, found = replace(of_spans(TREE, "any", mask), heads=4, kv_heads=2), loaded(folder)
+    row = measure_row(case, direction, torch.float32, CPU, [RingFA3(), found], 10, WallClock())
+    assert row.comparisons["FA4"].stopped is None
+    assert row.comparisons["FA4"].ratio is not None
+    blocks = RunsOfKeys.of(case, CPU).block_mask()
+    for (tensors, more), own in zip(found.module.visited, ("kv", "q"), strict=True):
+        assert more == {"block_size": (128, 128)}
+        for i, full in enumerate(("", "full_")):
+            number, index = tensors[2 * i : 2 * i + 2]
+            assert torch.equal(number, getattr(blocks, f"{full}{own}_num_blocks"))
+            assert torch.equal(index, getattr(blocks, f"{full}{own}_indices"))
 
 
 def test_determinism_is_asked_for_and_the_lse_is_written(folder: Path) -> None:
@@ -151,7 +186,8 @@ def test_a_backward_that_it_rejects_says_so_in_words(folder: Path) -> None:
 def test_a_folder_without_it_is_an_error_with_what_to_do(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(LoadError, match=r"no folder flash_attn/cute in it; unpack the wheels"):
         flash_attention_4(tmp_path / "empty")
-    (folder / "nvidia_cutlass_dsl" / "dsl_packages" / "cutlass.py").unlink()
+    packages = folder / "nvidia_cutlass_dsl" / "dsl_packages"
+    packages.rename(packages.with_name("elsewhere"))
     with pytest.raises(LoadError, match=r"cannot be imported: No module named 'cutlass'"):
         flash_attention_4(folder)
 

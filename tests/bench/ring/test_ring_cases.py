@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ringfa3.bench.common.cases import FORWARD
-from ringfa3.bench.ring.cases import FRESH, MAGI, RING_SETS, packing
+from ringfa3.bench.ring.cases import FRESH, MAGI, RING_SETS, SPANS, packing
+from ringfa3.bench.ring.load_balance import LoadBalance, plan_of_rank
 
 
 def test_the_sets_have_the_sizes_of_their_names() -> None:
@@ -57,3 +58,15 @@ def test_each_seed_packs_other_documents(world: int) -> None:
         assert (shortest < 64) == (case.mix is not None)
     first, *_ = RING_SETS[MAGI](world, 1)
     assert case == replace(first, set=FRESH, label="magi, 8k a GPU")
+
+
+def test_masks_of_spans_are_balanced_and_send_what_a_window_needs() -> None:
+    """On 2 ranks, by the plans: tokens, work within 2%; the 4 first keys are 4 more rows."""
+    found = {case.label: LoadBalance.of(case, 128) for case in RING_SETS[SPANS](2, 1)}
+    for case in RING_SETS[SPANS](2, 1):
+        tokens = {plan_of_rank(case, rank).local_tokens for rank in range(2)}
+        assert tokens == {case.tokens // 2}
+        assert 1 <= found[case.label].imbalance <= 1.02
+    trees, tree, first_keys, window = (x.kv_rows for x in found.values())
+    assert (trees, first_keys - window) == (0, 4)
+    assert 0 < tree < case.tokens

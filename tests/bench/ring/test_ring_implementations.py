@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringfa3 import Mask
 from ringfa3.bench.common.cases import BACKWARD, CAUSAL, FORWARD
 from ringfa3.bench.common.communicator import Communicator
 from ringfa3.bench.common.comparison import measure_row
@@ -31,11 +32,11 @@ from ringfa3.bench.common.timing import WallClock
 from ringfa3.bench.ring import implementations, peers
 from ringfa3.bench.ring.cases import RingCase, ring_case
 from ringfa3.bench.ring.implementations import (
-    DenseRing,
     Ring,
     SingleGpu,
-    SingleGpuSameMask,
+    dense_ring,
     documents_of_a_rank,
+    single_gpu_same_mask,
 )
 from ringfa3.bench.ring.peers import (
     ZIGZAG_FUNCTION,
@@ -58,8 +59,11 @@ def case_of(kind: str, world: int) -> RingCase:
         "lengths": ((120,), -1),
         "documents": ((50, 1, 60, 9), -1),
         "window": ((120,), 7),
+        "tree": ((120,), -1),
     }[kind]
-    return RingCase(kind, kind, lengths, 12, 6, 32, (left, 0), packed=True, world=world)
+    spans = Mask.tree([40, 30, 50], [-1, 0, 0]) if kind == "tree" else None
+    case = RingCase(kind, kind, lengths, 12, 6, 32, (left, 0), packed=True, world=world)
+    return replace(case, spans=spans)
 
 
 def row_of(
@@ -75,10 +79,11 @@ def row_of(
 def every_way(group: dist.ProcessGroup) -> list[RingRow]:
     comm = communicator_of(group, 20.0)
     rows = []
-    for kind in ("lengths", "documents", "window"):
+    for kind in ("lengths", "documents", "window", "tree"):
         for direction in (FORWARD, BACKWARD):
             case, ring = case_of(kind, comm.world), Ring(comm)
-            rows.append(row_of(case, direction, comm, ring, Ulysses(comm, RingFA3())))
+            peer = single_gpu_same_mask(RingFA3()) if case.spans else Ulysses(comm, RingFA3())
+            rows.append(row_of(case, direction, comm, ring, peer))
             assert ring.moved_by == "gloo"
     return rows
 
@@ -87,18 +92,19 @@ def test_right_results_have_figures_and_errors_like_those_of_one_device() -> Non
     world = 3
     first, *others = sacrifice(world, 60, every_way, limit=LIMIT_S)
     assert others == [first] * (world - 1)  # times and errors of all ranks together
-    assert len(first) == 6
+    assert len(first) == 8
     for row in first:
         assert row.stopped is None, row
         assert row.flops == case_of(row.set, world).flops(row.direction)
         assert {name: m.stopped for name, m in row.comparisons.items()} == dict.fromkeys(
             row.comparisons
         )
-        assert (
-            set(row.errors)
-            == set(row.single_gpu_errors)
-            == set(row.comparisons["Ulysses on RingFA3"].errors)
-        )
+        assert set(row.errors) == set(row.single_gpu_errors)
+        ((name, found),) = row.comparisons.items()
+        if row.set == "tree":
+            assert (name, found.errors) == ("RingFA3 alone, same mask", {})
+        else:
+            assert set(row.errors) == set(found.errors)
         assert max(row.error_growth.values()) <= 1.1
         assert all(e > 0 for e in row.errors.values())
 
@@ -188,16 +194,22 @@ def test_baselines_have_equal_flops() -> None:
         assert single.flops == pytest.approx(case.flops(FORWARD), rel=0.05)
         assert single.run().shape == (1, 120, 12, 32)
         assert single.outputs is None
-        dense = DenseRing(Ring(Communicator())).prepare(problem)
+        dense = dense_ring(Ring(Communicator())).prepare(problem)
         assert dense.flops == pytest.approx(case.flops(FORWARD), rel=0.05)
         assert dense.outputs is None
     four = case_of("lengths", 4)
     problem = make_problem(four, FORWARD, torch.float32, CPU)
     assert SingleGpu(RingFA3()).prepare(problem).run().shape == (1, 30, 12, 32)
     window = case_of("window", 4)
-    share = SingleGpuSameMask(RingFA3()).prepare(make_problem(window, FORWARD, torch.float32, CPU))
+    share = single_gpu_same_mask(RingFA3()).prepare(
+        make_problem(window, FORWARD, torch.float32, CPU)
+    )
     assert share.run().shape == (30, 12, 32)
     assert share.flops == 4 * 12 * 32 * visible(30, window.window[0])
+    tree = make_problem(case_of("tree", 4), FORWARD, torch.float32, CPU)
+    whole = single_gpu_same_mask(RingFA3()).prepare(tree)
+    assert whole.run().shape == (120, 12, 32)
+    assert whole.flops == pytest.approx(4 * tree.case.flops(FORWARD), abs=4)
 
 
 @pytest.mark.parametrize(
