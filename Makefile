@@ -68,8 +68,8 @@ check: $(READY)-test
 	$(BIN)/python .ci/lint.py
 	$(BIN)/python -m pytest tests/test_imports.py tests/train/test_train_imports.py
 
-docs: $(READY)-docs
-	$(BIN)/mkdocs build --quiet
+docs: $(READY)-docs  # with --quiet, mkdocs counts no warnings
+	$(BIN)/mkdocs build
 
 UNITS = forward-d128-bf16 forward-d128-fp16 forward-d128-bf16-fp8 forward-d128-bf16-int8 \
   backward-d128-bf16 quantise-d128-bf16
@@ -80,7 +80,7 @@ kernels: $(READY)-compiler
 
 speed:
 	@test -n "$(BASE)" || { echo "make speed needs BASE=COMMIT, or BASE=FOLDER with a checkout"; exit 2; }
-	@$(PYTHON) -m benchmarks.compare_commits "$(BASE)" $(if $(BASE_LIBRARIES),--libraries "$(BASE_LIBRARIES)")
+	@$(PYTHON) .ci/speed.py "$(BASE)" $(if $(BASE_LIBRARIES),--libraries "$(BASE_LIBRARIES)")
 
 sizes:
 	@$(PYTHON) .ci/sizes.py

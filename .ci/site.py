@@ -11,15 +11,13 @@ from pathlib import Path
 from griffe import Extension, Function
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = {
-    "README.md": "index.md",
-    "CONTRIBUTING.md": "CONTRIBUTING.md",
-    "CHANGELOG.md": "CHANGELOG.md",
-}
+PAGES = {"README.md": "index.md"} | {x: x for x in ("CONTRIBUTING.md", "CHANGELOG.md")}
 COPIED = ("CITATION.cff", "LICENSE")
+OUTSIDE_LINK = re.compile(rf"\]\(\.\./((?:\.\./)*)({'|'.join(PAGES)})")
 FOLDER_LINK = re.compile(r"\]\(((?:\.\./)*results/[\w./-]+)\)")
 
 
@@ -30,21 +28,28 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in COPIED:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     for folder in sorted({path.parent for path in (DOCS / "results").rglob("*") if path.is_file()}):
-        lines = [f"# {folder.name}", "", *(f"* [{x.name}]({x.name})" for x in folder.iterdir())]
+        lines = [
+            f"# {folder.name}",
+            "",
+            *(f"* [{x.name}]({x.name})" for x in sorted(folder.iterdir())),
+        ]
         index = str((folder / "index.md").relative_to(DOCS))
         level = InclusionLevel.NOT_IN_NAV
         files.append(File.generated(config, index, content="\n".join(lines), inclusion=level))
     return files
 
 
-def on_page_markdown(text: str, page: object, config: MkDocsConfig, files: Files) -> str:
-    """Links to folders of results lead to their pages."""
+def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links to folders of results, and out of docs/, lead to their pages."""
 
     def to_index(link: re.Match[str]) -> str:
         is_folder = not Path(link[1]).suffix
         return f"]({link[1]}/index.md)" if is_folder else link[0]
 
-    return FOLDER_LINK.sub(to_index, text)
+    def to_page(link: re.Match[str]) -> str:
+        return f"]({link[1]}{PAGES[link[2]]}"
+
+    return OUTSIDE_LINK.sub(to_page, FOLDER_LINK.sub(to_index, text))
 
 
 class KeywordOnly(Extension):

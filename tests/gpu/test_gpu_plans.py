@@ -1,4 +1,5 @@
-"""Rings of plans with a budget and of `plan.cross` on GPUs, against float64: `pytest -m gpu`."""
+"""If this fails, plans with a budget or of `plan.cross` give wrong results in rings on GPUs. The
+reference is float64: `pytest -m gpu`."""
 
 from __future__ import annotations
 

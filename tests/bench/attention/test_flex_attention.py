@@ -1,4 +1,5 @@
-"""FlexAttention under masks of spans: the keys of a row, and the blocks that are visited."""
+"""If this fails, FlexAttention is timed under another mask than RingFA3. The keys of a row, and the
+blocks that are visited, under masks of spans."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compares the speed of this checkout with another commit: `make speed BASE=COMMIT`.
 
-    python -m benchmarks.compare_commits BASE [--libraries PATH] [--rounds 4] [--device cpu]
+    python .ci/speed.py BASE [--libraries PATH] [--rounds 4] [--device cpu]
 
 BASE is a commit, or a folder with a checkout of it. Jobs of both run in turns, A B A B: rows of
 `bench attention` (16k tokens, head dim 128), a ring of 2 GPUs (64k tokens), and steps of
@@ -193,14 +193,15 @@ def compare(base: str, libraries: Path | None, rounds: int, device: str) -> list
         folder = Path(temporary)
         (folder / "base").mkdir()
         sides = base_side(base, libraries, folder / "base"), Side("this checkout", ROOT, None)
-        table: list[Line] = []
+
+        def timed(measure: Callable[..., Times], world: int) -> list[Line]:
+            def job(side: Side) -> Times:
+                return measure(side, world, device, Path(tempfile.mkdtemp(dir=folder)))
+
+            return lines(*in_turns(sides, job, rounds))
+
         jobs = [(bench, world) for world in known] + [(train, known[-1])]
-        for measure, world in jobs:
-
-            def job(side: Side, measure: Callable[..., Times] = measure, n: int = world) -> Times:
-                return measure(side, n, device, Path(tempfile.mkdtemp(dir=folder)))
-
-            table += lines(*in_turns(sides, job, rounds))
+        table = [line for measure, world in jobs for line in timed(measure, world)]
     if len(known) == 1:
         table.append(("ring of 2", "", "", "needs 2 GPUs"))
     return table
@@ -222,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         found = compare(asked.base, asked.libraries, asked.rounds, asked.device)
     except SpeedError as error:
-        sys.exit(f"compare_commits: {error}")
+        sys.exit(f"speed: {error}")
     title = "" if asked.device == "cuda" else "SMOKE RUN, no figures: "
     table = Table(
         "row", "base, ms", "now, ms", "base / now",
