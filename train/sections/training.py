@@ -99,8 +99,8 @@ class TrainConfig:
     length before an extension"""
     speed_test: bool = False
     """measure the speed alone: the run ends after its last step, without an evaluation and without
-    a checkpoint. speed.json in run.dir gets the medians of all steps but the first, and the errors
-    of the prediction. checkpoint.every and train.eval_every must be 0"""
+    a checkpoint. In run.dir the file speed.json gets the medians of all steps but the first, and
+    the errors of the prediction. Both checkpoint.every and train.eval_every must be 0"""
     max_wall_time: float | None = key(None, above=0)
     """seconds after which the run saves and ends, as after SIGTERM"""
 

@@ -24,7 +24,6 @@ from train.keys import get, schema
 from train.sections.data import SourceConfig
 from train.sections.machine import ALL
 
-SPEED = {"train.speed_test": True, "train.eval_every": 0, "checkpoint.every": 0}
 ZERO = {"engine.name": "deepspeed", "engine.stage": 3, "engine.offload": "none"}
 
 
@@ -176,12 +175,6 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
             "data.validation_path=/nowhere does not exist",
         ),
         ({"train.eval_bytes": "some"}, "nearest valid: train.eval_bytes=auto"),
-        (
-            {"train.speed_test": True},
-            "neither evaluates nor saves; nearest valid: train.eval_every=0",
-        ),
-        ({**SPEED, "checkpoint.every": 5}, "nearest valid: checkpoint.every=0"),
-        ({**SPEED, "train.steps": 1}, "nearest valid: train.steps=2"),
         ({"train.final_eval_bytes": 0}, "nearest valid: train.final_eval_bytes=1"),
         ({"data.tokenizer": "/nowhere.json"}, "data.tokenizer=/nowhere.json does not exist"),
         ({"model.head_dim": 31}, "model.head_dim=32"),

@@ -6,9 +6,7 @@ import json
 import math
 import re
 import resource
-import statistics
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,30 +90,6 @@ def test_the_final_evaluation_is_bounded(config):
     trainer.close()
     summary = json.loads(trainer.folder.summary.read_text())
     assert 1000 <= summary["held_out_bytes"] < 1000 + last
-
-
-def test_a_speed_test_measures_steps_after_the_first(config):
-    """It saves and evaluates nothing. Errors are relative to a prediction, if there is one."""
-    config.train.speed_test, config.checkpoint.every, config.train.steps = True, 0, 4
-    trainer = make_trainer(config)
-    memory, time = SimpleNamespace(device=1, host={"offloaded activations": 0}), None
-    job = SimpleNamespace(ranks_per_host=1)
-    trainer.prediction = SimpleNamespace(memory=memory, time=time, job=job)
-    trainer.train()
-    trainer.finish()
-    trainer.close()
-    found = json.loads(trainer.folder.speed.read_text())
-    lines = [json.loads(line) for line in trainer.folder.metrics.open()]
-    assert found["steps"] == [2, 3, 4]
-    speeds = [line["tokens_per_s"] for line in lines[1:]]
-    assert found["tokens_per_s"] == statistics.median(speeds)
-    assert found["seconds"] == pytest.approx(256 / found["tokens_per_s"], rel=1e-9)
-    assert found["over_prediction"] == {"device_memory": found["device_memory"] - 1}
-    assert not checkpoints_in(trainer.folder.checkpoints)
-    assert not trainer.folder.summary.exists()
-    assert not trainer.folder.evaluations.read_text()
-    reported = [x for x in events(Path(config.run.dir)) if x.startswith("first step against its")]
-    assert len(reported) == 1
 
 
 def test_the_losses_of_training_and_held_out_text_stand_side_by_side(config, capsys):
