@@ -19,6 +19,7 @@ from train.checks.training import (
     check_offload,
     check_optim,
     check_sdpa,
+    check_speed_test,
 )
 from train.config import RUN_MODES, Config, ConfigError
 from train.run.recipe_change import newest_metadata, require_recipe
@@ -53,6 +54,7 @@ def check(config: Config, world: int) -> None:
         if config.data.tokenizer is None:  # the run trains one with data.vocab_size tokens
             config.model.rows(config.data.vocab_size)
         check_final(config)
+        check_speed_test(config)
         check_checkpoint(config)
         check_origin(config)
         check_log(config)

@@ -95,6 +95,22 @@ def check_final(config: Config) -> None:
             )
 
 
+def check_speed_test(config: Config) -> None:
+    """Raise ``ConfigError`` for keys under which ``train.speed_test`` measures other work too."""
+    if not config.train.speed_test:
+        return
+    for key, least, value in (
+        ("train.steps", 2, config.train.steps),
+        ("train.eval_every", 0, config.train.eval_every),
+        ("checkpoint.every", 0, config.checkpoint.every),
+    ):
+        if value != least and (value < least or least == 0):
+            raise ConfigError(
+                f"{key}={value}: train.speed_test=true measures steps after the first, and neither "
+                f"evaluates nor saves; nearest valid: {key}={least}"
+            )
+
+
 def check_sdpa(config: Config) -> None:
     """Raise ``ConfigError`` for the first key that ``train.attention=sdpa`` does not support."""
     if config.parallel.cp > 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,13 @@ from train.data.batches import Batch
 from train.engine.time_split import CATEGORIES, TimeSplit
 from train.model.flops import step_flops
 from train.model.window import allowed_pairs
+
+SPEEDS = (
+    *("seconds", "tokens_per_s", "flops", "mfu", "hfu"),
+    *(f"{category}_s" for category in CATEGORIES),
+)
+
+MEMORY = ("memory", "device_memory")  # bytes so far
 
 
 def counts_of(batches: Iterable[Batch], model: ModelConfig) -> torch.Tensor:
@@ -50,6 +58,17 @@ def speed_of(
     shares = flops.utilisation(timing.seconds, timing.world, config.hardware.peak_tflops)
     split = {f"{category}_s": part for category, part in timing.split.seconds().items()}
     return {"flops": flops.model, **shares, **split}
+
+
+def typical(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Medians of the speeds of the steps with these lines, and their largest memory.
+
+    Means of the steps would have the pauses of a single one. A key that a line lacks is left out.
+    """
+    found = {key: [line[key] for line in lines if key in line] for key in SPEEDS}
+    medians = {key: statistics.median(values) for key, values in found.items() if values}
+    memory = {key: max(line[key] for line in lines) for key in MEMORY if lines}
+    return {**medians, **memory}
 
 
 def own_seconds(line: dict[str, Any], cpu_seconds: float, cp: int) -> float:

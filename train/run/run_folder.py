@@ -24,6 +24,7 @@ MAY_CHANGE = (
     *("train.batch_tokens", "train.deterministic", "train.compile", "model.inherit"),
     *("optim.schedule_steps", "optim.decay_steps"),
     *("train.eval_every", "train.eval_bytes", "train.final_eval_bytes", "train.max_wall_time"),
+    "train.speed_test",
     *("train.final_eval_last", "train.final_eval_len", "rope."),
     *("hardware.", "log.", "profile.", "sweep.", "generate.", "eval.", "verify.", "estimate."),
     *("export.", "needle."),
@@ -45,14 +46,14 @@ class RunFolder:
     origin/           settings of the Hugging Face folder that the weights came from
     eval-*.json       results of mode=eval; needle.json those of mode=needle
     wandb-id.txt      the run at Weights & Biases
-    estimate.json     the prediction of mode=estimate
+    estimate.json     the prediction of mode=estimate; speed.json the result of train.speed_test
     .job              the job that prepared the folder last
     """
 
     FILES = (
         *("config.json", "metrics.jsonl", "eval.jsonl", "events.jsonl", "summary.json"),
         *("ranks.json", "tokenizer.json", "wandb-id.txt", "loss.png", "loss_by_position.png"),
-        *("estimate.json", "chat_template.jinja"),
+        *("speed.json", "estimate.json", "chat_template.jinja"),
     )
     FOLDERS = ("checkpoints", "tensorboard", "logs", "profile", "origin")
     MEASURED = ("eval-*.json", "eval-*.png", "needle.*", "rope.*")
@@ -64,6 +65,7 @@ class RunFolder:
             self.path / name for name in self.FILES[:6]
         )
         self.tokenizer, self.wandb_id = (self.path / name for name in self.FILES[6:8])
+        self.speed = self.path / "speed.json"
         self.chat_template = self.path / self.FILES[-1]
         self.profile = self.path / "profile"
         self.origin = self.path / "origin"

@@ -97,6 +97,10 @@ class TrainConfig:
     final_eval_len: int | None = key(None, at_least=2)
     """the final evaluation also reads documents in windows of N tokens, for example the context
     length before an extension"""
+    speed_test: bool = False
+    """measure the speed alone: the run ends after its last step, without an evaluation and without
+    a checkpoint. In run.dir the file speed.json gets the medians of all steps but the first, and
+    the errors of the prediction. Both checkpoint.every and train.eval_every must be 0"""
     max_wall_time: float | None = key(None, above=0)
     """seconds after which the run saves and ends, as after SIGTERM"""
 

@@ -27,6 +27,7 @@ from train.estimate.prediction import (
     require_fit,
     smallest_change,
 )
+from train.log.speed import typical
 from train.paths import expand
 from train.run.run_config import held_compile
 from train.run.run_folder import RunFolder, write_atomically
@@ -93,6 +94,24 @@ def errors_of(prediction: Prediction, seconds: float, device_memory: int, offloa
         for name, guess, found, unit in rows
     ]
     return f"first step against its prediction: {'; '.join(texts)}"
+
+
+def speed_of_run(prediction: Prediction | None, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The contents of ``speed.json``: `typical` figures of all steps but the first, and of a
+    prediction its figures and their relative errors.
+
+    ``lines`` are those of the metrics, with the ``seconds`` of each step. In the first step blocks
+    are compiled and buffers made.
+    """
+    steps = lines[1:]
+    found = {"steps": [line["step"] for line in steps], **typical(steps)}
+    if prediction is None:
+        return found
+    predicted = {"device_memory": float(prediction.memory.device)}
+    if prediction.time is not None:
+        predicted["seconds"] = prediction.time.total
+    errors = {key: found[key] / guess - 1 for key, guess in predicted.items() if key in found}
+    return {**found, "predicted": predicted, "over_prediction": errors}
 
 
 def as_json(prediction: Prediction, limits: Limits, change: list[str]) -> dict[str, Any]:

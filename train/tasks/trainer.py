@@ -34,11 +34,11 @@ from train.log.step_lines import StepLine, StepLines
 from train.log.wandb_run import WandbRun
 from train.model.window import widest
 from train.run.failure import FailureReport
-from train.run.run_folder import RunFolder
+from train.run.run_folder import RunFolder, write_atomically
 from train.run.schedule import learning_rate
 from train.run.stopper import Run
 from train.run.update_lock import UpdateLock
-from train.tasks.estimate import errors_of
+from train.tasks.estimate import errors_of, speed_of_run
 from train.tasks.evaluate import Evaluation, budget_of, evaluate
 from train.tasks.gradients import compute_gradients, prime
 from train.tasks.resume import loads_weights, prepare_folder, restore
@@ -86,6 +86,8 @@ class Trainer:
         self.recorder: Recorder | None = None
         self.ahead: Prefetch[list[Batch]] | None = None
         self.mfu: float | None = None  # of the latest step with a complete line
+        self.timed: list[dict[str, Any]] = []  # the lines of a speed test, with seconds
+        self._predicted = False  # whether the errors of the prediction were reported
         self._rolled_back_to = -1
         self._begin(config_json)
         rows = self.model.transformer.rows
@@ -161,7 +163,10 @@ class Trainer:
         with StepProgress(self.console, steps) as progress, profile as step_done:
             while self.state.step < steps:
                 self._train_on(progress, step_done)
-        self._require_saved()
+        if self.config.train.speed_test:
+            self.lines.write()
+        else:
+            self._require_saved()
 
     def _train_on(self, progress: StepProgress, step_done: Callable[[], None]) -> None:
         """Run steps until the last one, or until a roll-back."""
@@ -248,12 +253,14 @@ class Trainer:
     def _written(self, seconds: float, record: dict[str, Any]) -> None:
         """Note the MFU of a step. After the first one report the errors of the prediction."""
         self.mfu = record.get("mfu")
-        if self.prediction is None:
+        if self.config.train.speed_test:
+            self.timed.append({**record, "seconds": seconds})
+        if self.prediction is None or self._predicted:
             return
         offload = self.model.transformer.offload
         moved = 0 if offload is None else sum(b.nbytes for b in offload.pool.buffers)
         line = errors_of(self.prediction, seconds, record["device_memory"], moved)
-        self.prediction = None
+        self._predicted = True
         self._log_event(line)
 
     def _save(self) -> None:
@@ -305,7 +312,13 @@ class Trainer:
         )
 
     def finish(self) -> None:
-        """Run the final evaluation, write ``summary.json`` and the plots, print a table."""
+        """Run the final evaluation, write ``summary.json`` and the plots, print a table.
+
+        With ``train.speed_test`` write ``speed.json`` alone.
+        """
+        if self.config.train.speed_test:
+            self._write_speed()
+            return
         budget = budget_of(self.config, "final_eval_bytes")
         full = self._evaluate(budget)
         alone = self._evaluate(budget, SELF_ONLY)
@@ -317,6 +330,14 @@ class Trainer:
         self.print_line("Counting the baselines ...")
         summary = summarise(self.state, self.folder, full, alone, short)
         write_summary(self.folder, summary, full, alone, self.console)
+
+    def _write_speed(self) -> None:
+        if self.parallel.rank == 0:
+            found = speed_of_run(self.prediction, self.timed)
+            write_atomically(self.folder.speed, json.dumps(found, indent=1) + "\n")
+            for name, error in found.get("over_prediction", {}).items():
+                self.print_line(f"{name} of steps 2 on, over the prediction: {100 * error:+.1f}%")
+            self.print_line(f"Written to {self.folder.speed}")
 
     def _batches(self, sample: int) -> list[Batch]:
         """This rank's micro-batches of the step whose first sample is number ``sample``."""
