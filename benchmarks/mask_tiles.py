@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringfa3 import Mask, plan_context
-from ringfa3.bench.attention.cases import span_masks
+from ringfa3.bench.common.cases import span_masks
 from ringfa3.planning.mask_shards import components
 from ringfa3.planning.tiling import Plan
 

@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from ringfa3.bench.common.cases import (
     BACKWARD,
     CAUSAL,
     FORWARD,
     FULL,
+    TREES,
     Case,
     K,
     causal_of_equal_flops,
     documents,
+    of_spans,
     short,
+    span_masks,
 )
 from ringfa3.bench.common.scores import TIMED, UNTIMED
 from ringfa3.masks.mask import Mask
@@ -52,8 +53,6 @@ HOST = "host"  # its rows are times of the host; it runs alone, too
 HEAD_DIMS = (64, 128, 256)
 PEERS = ("fa3", "fa4", "cudnn")  # the other libraries, as options name them
 MASK_TOKENS = 128 * K
-TREES = "8 trees of 4k + 16 x 1k"
-FIRST_KEYS = "window and 4 first keys"
 
 
 def dense(
@@ -199,51 +198,6 @@ def spans(shrink: int) -> Iterable[Case]:
 def tree(shrink: int) -> Iterable[Case]:
     """The trees of `spans`."""
     yield of_spans(TREE, TREES, span_masks(shrink)[TREES])
-
-
-def of_spans(set_name: str, label: str, mask: Mask) -> Case:
-    return Case(set_name, label, (mask.q_tokens,), 32, 8, 128, FULL, packed=True, spans=mask)
-
-
-def without_spans(case: Case) -> Case:
-    """What a mask of `spans` is compared with: the window without first keys, or a causal sequence
-    of equal FLOPs."""
-    if case.label != FIRST_KEYS:
-        return causal_of_equal_flops(case)
-    assert case.spans is not None
-    left = -int(case.spans.diagonal_spans[:, 4].max())  # of the window; first keys are further left
-    return replace(case, window=(left, 0), packed=False, spans=None)
-
-
-def unfolded(case: Case) -> Case:
-    """The sequences of a mask of trees, one by one: from a root to each leaf."""
-    assert case.spans is not None
-    positions = case.spans.positions
-    leaves = np.flatnonzero(np.diff(positions, append=0) <= 0)  # the next node begins further up
-    lengths = tuple((positions[leaves] + 1).tolist())
-    return replace(case, lengths=lengths, window=CAUSAL, spans=None)
-
-
-def span_masks(shrink: int) -> dict[str, Mask]:
-    """By label. Runs have at least 8 tokens: each is a span, and CPUs are slow with many."""
-    tokens, size, width = 64 * K // shrink, max(8, 256 // shrink), max(8, 128 // shrink)
-    images, blocks = min(100, tokens // (2 * size)), tokens // width
-    begins = [i * tokens // images for i in range(images)]
-    lengths = [4 * K // shrink, *[K // shrink] * 16]
-    rng = random.Random(1)
-    visible = {(i, i) for i in range(blocks)}  # every query attends to a key
-    while len(visible) < blocks * blocks // 8:
-        visible.add((rng.randrange(blocks), rng.randrange(blocks)))
-    rows, columns = zip(*sorted(visible), strict=True)
-    window = (K // shrink - 1, 0)
-    return {
-        f"{images} images": Mask.documents(tokens).with_bidirectional(
-            begins, [begin + size for begin in begins]
-        ),
-        TREES: Mask.pack([Mask.tree(lengths, [-1] + [0] * 16)] * 8),
-        FIRST_KEYS: Mask.documents(tokens, window_size=window, first_keys=4),
-        "blocks of 128, 1 in 8": Mask.blocks(rows, columns, width, tokens),
-    }
 
 
 def quantised(set_name: str, shrink: int) -> Iterable[Case]:

@@ -6,15 +6,18 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from ringfa3.bench.attention.cases import (
+from ringfa3.bench.cluster.mixes import DISTRIBUTIONS, Mix
+from ringfa3.bench.common.cases import (
     FIRST_KEYS,
     TREES,
+    Case,
+    K,
+    documents,
     of_spans,
+    short,
     span_masks,
     without_spans,
 )
-from ringfa3.bench.cluster.mixes import DISTRIBUTIONS, Mix
-from ringfa3.bench.common.cases import Case, K, documents, short
 from ringfa3.masks.mask import Mask
 
 LENGTHS = "lengths"  # the only set of speed that also runs on fewer ranks

@@ -13,9 +13,9 @@ import torch
 from ringfa3 import Mask
 from ringfa3.bench.__main__ import main
 from ringfa3.bench.attention import run as attention
-from ringfa3.bench.attention.cases import SPANS, TREE, of_spans
+from ringfa3.bench.attention.cases import SPANS, TREE
 from ringfa3.bench.common import machine
-from ringfa3.bench.common.cases import CAUSAL, Case
+from ringfa3.bench.common.cases import CAUSAL, Case, of_spans
 from ringfa3.bench.common.comparison import DeviceLostError
 from ringfa3.bench.common.results import Results, Row
 from ringfa3.kernels import quantised_reference

@@ -13,10 +13,10 @@ import torch
 from ringfa3 import Mask
 from ringfa3.bench.__main__ import main
 from ringfa3.bench.attention import fa4 as fa4_module
-from ringfa3.bench.attention.cases import TREE, of_spans
+from ringfa3.bench.attention.cases import TREE
 from ringfa3.bench.attention.fa4 import Fa4, flash_attention_4
 from ringfa3.bench.attention.flex_attention import RunsOfKeys
-from ringfa3.bench.common.cases import BACKWARD, FORWARD
+from ringfa3.bench.common.cases import BACKWARD, FORWARD, of_spans
 from ringfa3.bench.common.comparison import measure_row
 from ringfa3.bench.common.implementations import LoadError, RingFA3
 from ringfa3.bench.common.timing import WallClock

@@ -9,9 +9,9 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from ringfa3 import Mask
-from ringfa3.bench.attention.cases import TREE, of_spans
+from ringfa3.bench.attention.cases import TREE
 from ringfa3.bench.attention.flex_attention import BLOCK, FlexAttention, RunsOfKeys
-from ringfa3.bench.common.cases import FORWARD
+from ringfa3.bench.common.cases import FORWARD, of_spans
 from ringfa3.bench.common.problem import UnsupportedCaseError, make_problem
 from tests.support.dense import attention, worst
 
