@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from benchmarks import fold_layer
+from benchmarks.masks import fold_layer
 
 CPU = torch.device("cpu")
 

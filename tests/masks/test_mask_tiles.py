@@ -1,11 +1,11 @@
-"""Counts of `benchmarks.mask_tiles` against the dense mask."""
+"""Counts of `benchmarks.masks.tiles` against the dense mask."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from benchmarks.mask_tiles import block_counts
+from benchmarks.masks.tiles import block_counts
 from ringfa3 import Mask
 
 

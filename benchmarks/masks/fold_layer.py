@@ -1,6 +1,6 @@
 """Times a transformer layer on many responses to one prompt: folded into a tree, and unfolded.
 
-    python -m benchmarks.fold_layer [--prompt 4096] [--response 3584] [--responses 16] [--pairs 10]
+    python -m benchmarks.masks.fold_layer [--prompt 4096] [--response 3584] [--responses 16]
 
 With the default lengths folding halves the tokens. The layer is the trainer's, as in an 8B model. A
 step is its forward and backward in bfloat16, with the gradients of its input and weights. The

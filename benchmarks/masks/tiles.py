@@ -1,6 +1,6 @@
 """Blocks of scores that a forward computes under a mask, and those that hold a pair.
 
-    python -m benchmarks.mask_tiles
+    python -m benchmarks.masks.tiles
 
 Refinement cuts query and key segments where spans begin and end, so tiles there are partial. With
 clipped spans, tiles are whole.
