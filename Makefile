@@ -7,9 +7,13 @@
 # make check   lint code and words, type-check and test the direction of imports
 # make kernels compile the head dim 128 kernels, judge their machine code, load one from a wheel, and
 #              run their PTX on the CPU; needs g++ and no GPU
+# make docs    build the site of docs/ and the API reference, in site/; warnings are errors
+# make speed BASE=COMMIT  compare the speed with another commit, on a Hopper GPU, with PYTHON's packages
+# make sizes   count the lines of each part of the tree, in commit 155589a too if git has it
 # Each target first installs what it needs, and no more, into VENV, an environment of make's own:
 # in an environment that you have made it would replace the PyTorch that is there.
-# Variables:   PYTHON, VENV, TORCH (requirement), EXTRA_INDEX_URL (a further wheel index for TORCH)
+# Variables:   PYTHON, VENV, TORCH (requirement), EXTRA_INDEX_URL (a further wheel index for TORCH),
+#              BASE_LIBRARIES (compiled kernels of BASE: a folder or a wheel)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -22,7 +26,7 @@ INSTALL = $(BIN)/python -m pip install $(PIP_INDEX) "$(TORCH)" -e
 
 # Two targets at once would install into one environment at once.
 .NOTPARALLEL:
-.PHONY: demo test soak deepspeed torchtitan test-torchtitan hf-old test-hf-old check kernels clean
+.PHONY: demo test soak deepspeed torchtitan test-torchtitan hf-old test-hf-old check docs kernels speed sizes clean
 
 demo: $(READY)-demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 \
@@ -64,12 +68,22 @@ check: $(READY)-test
 	$(BIN)/python .ci/lint.py
 	$(BIN)/python -m pytest tests/test_imports.py tests/train/test_train_imports.py
 
+docs: $(READY)-docs
+	$(BIN)/mkdocs build --quiet
+
 UNITS = forward-d128-bf16 forward-d128-fp16 forward-d128-bf16-fp8 forward-d128-bf16-int8 \
   backward-d128-bf16 quantise-d128-bf16
 
 kernels: $(READY)-compiler
 	$(BIN)/python -m ringfa3.build --units $(UNITS) --check
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "kernels and not soak"
+
+speed:
+	@test -n "$(BASE)" || { echo "make speed needs BASE=COMMIT, or BASE=FOLDER with a checkout"; exit 2; }
+	@$(PYTHON) -m benchmarks.compare_commits "$(BASE)" $(if $(BASE_LIBRARIES),--libraries "$(BASE_LIBRARIES)")
+
+sizes:
+	@$(PYTHON) .ci/sizes.py
 
 $(READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -96,9 +110,13 @@ $(READY)-torchtitan: $(READY)
 	$(INSTALL) ".[torchtitan,test]"
 	@touch $@
 
+$(READY)-docs: $(READY)
+	$(INSTALL) ".[docs]"
+	@touch $@
+
 $(READY)-compiler: $(READY)-test
 	$(INSTALL) ".[wheel]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torchtitan .venv-hf-old runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torchtitan .venv-hf-old runs site .mypy_cache .pytest_cache .ruff_cache

@@ -1,7 +1,8 @@
 """Checks what a script can of how this project writes: `python .ci/lint.py`, part of `make check`.
 
-Lengths of pages, sentences and files, docstrings, and words that are out in pages, in texts of
-errors and in public names. `.ci/words.toml` holds the limits, the words and the exceptions.
+Lengths of pages, sentences and files, sizes of packages, docstrings, and words that are out in
+pages, in texts of errors and in public names. `.ci/words.toml` holds the limits, the words and the
+exceptions.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +43,7 @@ def main() -> int:
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     files = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
-    findings: list[Finding] = []
+    findings = list(packages(files))
     for name in files:
         if Path(name).suffix not in SUFFIXES:
             continue
@@ -119,9 +121,7 @@ def code(name: str, text: str) -> Iterator[Finding]:
         yield Finding(name, lines, f"{lines} lines; at most {RULES['files']['lines']}")
     if not name.endswith(".py"):
         if not name.startswith("csrc/host/"):
-            for match in re.finditer(
-                r"\b(?:struct|class)\s+(\w+)|CUTE_DEVICE[^;({]*?(\w+)\(", text
-            ):
+            for match in re.finditer(CPP_NAMES, text):
                 words = (match[1] or match[2]).replace("_", " ")
                 yield from out(name, text[: match.start()].count("\n") + 1, words, "names")
         return
@@ -135,6 +135,16 @@ def code(name: str, text: str) -> Iterator[Finding]:
     for line, identifier in identifiers(tree):
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", identifier).replace("_", " ")
         yield from out(name, line, words, "names")
+
+
+def packages(files: list[str]) -> Iterator[Finding]:
+    """Folders of code with too many modules."""
+    limits = RULES["packages"]
+    paths = [Path(name) for name in files if name.split("/")[0] in limits["roots"]]
+    code = [p for p in paths if p.suffix in CODE_SUFFIXES and not p.name.startswith("__")]
+    for folder, modules in Counter(path.parent for path in code).items():
+        if modules > limits["modules"]:
+            yield Finding(str(folder), 1, f"{modules} modules; at most {limits['modules']}")
 
 
 def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:

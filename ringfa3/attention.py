@@ -113,7 +113,7 @@ class RingFA3Attention(nn.Module):
     Args:
         num_heads, num_kv_heads, head_dim: of q and of k and v; num_heads % num_kv_heads == 0.
         causal, window_size, layout: the mask and layout of calls without a plan.
-        softmax_scale: positive, from 2**-64 to 2**64; default head_dim ** -0.5.
+        softmax_scale: positive, from 2^-64 to 2^64; default head_dim ** -0.5.
         group: as in `plan_context`; plans that were made from (rank, world) run in it.
         precision: as in `flash_attn_func` on one device, as in `ring_attn_func` on several.
         transport, deterministic: as in `ring_attn_func`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RingError(RuntimeError):
     """A ring call cannot finish: a peer died, stopped, or gave up first."""
@@ -35,3 +37,8 @@ def disconnected(what: str) -> str:
 def gave_up(what: str, failure: str) -> str:
     """The message of a rank that stops waiting for `what` because another rank failed."""
     return f"{what}: aborted: {failure}"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Numbers of ranks, for a message."""
+    return ", ".join(map(str, ranks))

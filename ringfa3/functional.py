@@ -74,7 +74,7 @@ def flash_attn_func(
         q: (b, s, h, d); k: (b, s_k, h_kv, d) with h % h_kv == 0; v: (b, s_k, h_kv, d_v), where d_v
             is d or a smaller multiple of 8. Any float dtype on the CPU, bfloat16 or float16 on the
             GPU; last dim contiguous.
-        softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
+        softmax_scale: positive, from 2^-64 to 2^64; default d ** -0.5.
         causal: hide keys to the right of the diagonal, which ends at the bottom right if s != s_k.
         window_size: (left, right) keys around the diagonal to which a query attends, -1 or None for
             unlimited.

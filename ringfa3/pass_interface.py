@@ -85,8 +85,8 @@ class LocalHeads(NamedTuple):
 # The host code of a call, from its inputs to its results.
 HostCode: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]
 # For the C++ launcher: what begins later calls like this one; the program of this call, and waits
-# of earlier calls, by stream.
-BegunCall: TypeAlias = tuple[object, tuple[object, tuple[int, ...]]]
+# of earlier calls, by stream (`ProgramLaunch` of ringfa3.symmetric).
+PreparedLaunch: TypeAlias = tuple[object, tuple[object, tuple[int, ...]]]
 
 
 class RingPass(Protocol):
@@ -122,7 +122,7 @@ class RingPass(Protocol):
 
     def begin_prepared(
         self, k: torch.Tensor, settings: Hashable, layouts: bytes, stream: Any
-    ) -> BegunCall | None:
+    ) -> PreparedLaunch | None:
         """Begins a call whose schedule its plan has, for the C++ launcher to issue it and others
         like it. None, and the pass has not begun: the caller runs `run_schedule`.
 

@@ -1,4 +1,5 @@
-"""What PyTorch gives every call from the state of the program changes no bit of a result.
+"""If this fails, results depend on PyTorch's default dtype, device or modes. What PyTorch gives
+every call from the state of the program changes no bit of a result.
 
 The reference of each call is the same call outside of the state; the tolerance is 0. Numbers of
 tokens differ from state to state, so that each finds no plan, index or program of another.

@@ -1,4 +1,5 @@
-"""What callers may pass to the public functions: no value becomes another one in silence."""
+"""If this fails, a wrong argument gives wrong numbers instead of an error. What callers may pass to
+the public functions: no value becomes another one in silence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`RingFA3Attention`: dense without a plan, packed with one, and in models that train."""
+"""If this fails, models with `RingFA3Attention` compute or train wrongly. `RingFA3Attention`: dense
+without a plan, packed with one, and in models that train."""
 
 from __future__ import annotations
 

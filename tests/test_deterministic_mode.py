@@ -1,4 +1,5 @@
-"""`torch.use_deterministic_algorithms(True)` means `deterministic=True`, whatever starts calls."""
+"""If this fails, runs that ask PyTorch for deterministic algorithms differ from each other.
+`torch.use_deterministic_algorithms(True)` means `deterministic=True`, whatever starts calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The documentation is true: its code runs as printed, and what it names exists."""
+"""If this fails, a page tells users something that is not so. The documentation is true: its code
+runs as printed, and what it names exists."""
 
 from __future__ import annotations
 
@@ -13,10 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import ringfa3
 from examples.hf_cp import tiny_model
+from ringfa3 import hf
 from ringfa3.bench import __main__ as bench
 from ringfa3.build import __main__ as build
 from ringfa3.build.units import select_units
+from tests.support import forward_drawing
 from tests.support.markdown import (
     PAGES,
     ROOT,
@@ -140,13 +144,24 @@ def test_commands_can_be_given(page: Path) -> None:
 
 @each_page
 def test_settings_of_the_trainer_exist(page: Path) -> None:
-    known = [*schema_keys(), *(RENAMED if page.name == "CHANGELOG.md" else ())]
+    known = [*schema_keys(), *(RENAMED if page.name in ("CHANGELOG.md", "upgrade.md") else ())]
     for span in code_spans(page):
         for key in re.findall(rf"(?<![\w/.])((?:{SECTIONS})\.[a-z_]+)(?!\w*[./(])", span):
             if key.rpartition(".")[2] not in ("json", "jsonl", "md", "png", "py", "yaml"):
                 assert to_schema_key(key) in known or any(k.startswith(f"{key}.") for k in known), (
                     f"{page.name} names {key}"
                 )
+
+
+def test_the_drawing_of_a_forward_shows_what_its_passes_do() -> None:
+    """After a change of ringfa3/planning/exchange/: python -m tests.support.forward_drawing."""
+    drawn = re.findall(r">([^<>]*)</t", (ROOT / "docs" / "dev" / "two-hosts.svg").read_text())
+    marks = [
+        mark for rank in range(forward_drawing.RANKS) for mark in forward_drawing.forward(rank)
+    ]
+    lines = [line for mark in marks for line in mark.label.splitlines()]
+    assert sorted(lines) == sorted(x for x in drawn if x.endswith("keys") or " rows " in x)
+    assert len(lines) == 4 * (4 + 4 + 2)  # of four ranks: launches, first and second exchange
 
 
 def test_every_environment_variable_of_ours_is_documented() -> None:
@@ -194,6 +209,13 @@ def test_documented_errors_are_those_of_the_code(message: str) -> None:
         for i in range(*match.span())
     }
     assert len(covered & letters) >= 0.6 * len(letters), f"the code does not say: {message}"
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    shown = re.findall(r"^::: (?:\S+\n    options: {heading: (\S+)}|(\S+))$", text, re.M)
+    names = [f"{module.__name__}.{name}" for module in (ringfa3, hf) for name in module.__all__]
+    assert sorted(heading or name for heading, name in shown) == sorted(names)
 
 
 def test_there_is_a_page_for_each_topic() -> None:

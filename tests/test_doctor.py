@@ -1,4 +1,5 @@
-"""Every check of the doctor, passed and failed, on stand-ins for the machine."""
+"""If this fails, `python -m ringfa3.doctor` overlooks what is missing, or names a wrong remedy.
+Every check of the doctor, passed and failed, on stand-ins for the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A DTensor in place of a rank's tokens is refused everywhere, with the remedy."""
+"""If this fails, a DTensor gives wrong numbers instead of an error. A DTensor in place of a rank's
+tokens is refused everywhere, with the remedy."""
 
 from __future__ import annotations
 

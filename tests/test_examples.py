@@ -1,4 +1,5 @@
-"""The examples run as their docstrings say: on the CPU, in one process and under torchrun."""
+"""If this fails, an example that users copy does not run. The examples run as their docstrings say:
+on the CPU, in one process and under torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the first call imports: no compiler, which takes as long as `import torch`."""
+"""If this fails, the first call of a process takes seconds. What the first call imports: no
+compiler, which takes as long as `import torch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions for one device: values, gradients, dtypes, compilers, checkpoints, errors."""
+"""If this fails, attention on one device is wrong, or accepts wrong arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Head dims on the CPU: v narrower than q and k, odd ones, which kernel runs which, refusals.
+"""If this fails, a head dim gives wrong results on the CPU, or is refused although it works. Head
+dims on the CPU: v narrower than q and k, odd ones, which kernel runs which, refusals.
 
 Letters: d head dim of q and k, d_v of v and out.
 """

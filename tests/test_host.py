@@ -1,5 +1,6 @@
-"""The host library on CPU tensors, with kernels that keep their arguments: what it launches equals
-what Python launches, byte for byte, and so do results, gradients and errors."""
+"""If this fails, calls that start in C++ launch something else than Python's. The host library on
+CPU tensors, with kernels that keep their arguments: what it launches equals what Python launches,
+byte for byte, and so do results, gradients and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Arguments of calls that the host library starts: it takes none that Python refuses."""
+"""If this fails, calls that start in C++ accept wrong arguments. Arguments of calls that the host
+library starts: it takes none that Python refuses."""
 
 from __future__ import annotations
 

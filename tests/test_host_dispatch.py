@@ -1,5 +1,6 @@
-"""What a call must not lose when the host library starts it: compilers, modes, checkpoints, hooks,
-captures, observers, and everything that Python alone can run."""
+"""If this fails, compilers, checkpoints, hooks or captures miss calls that start in C++. What a
+call must not lose when the host library starts it: compilers, modes, checkpoints, hooks, captures,
+observers, and everything that Python alone can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Cumulative lengths on a GPU, which the host library knows by tensor and version: how many."""
+"""If this fails, a call uses outdated sequence lengths. Cumulative lengths on a GPU, which the host
+library knows by tensor and version: how many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Observers of ops see calls that the host library replays as those that Python runs."""
+"""If this fails, profilers and the trainer miss calls that start in C++. Observers of ops see calls
+that the host library replays as those that Python runs."""
 
 from __future__ import annotations
 

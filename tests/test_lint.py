@@ -1,24 +1,18 @@
-"""The lint of words: it finds what it is for, and no allowed phrase."""
+"""If this fails, pages and errors get words that readers do not understand. The lint of words: it
+finds what it is for, and no allowed phrase."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-LINT = Path(__file__).parents[1] / ".ci" / "lint.py"
+from tests.support.ci_scripts import ci_script
 
 
 @pytest.fixture(scope="module")
 def lint() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("lint", LINT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return ci_script("lint")
 
 
 LONG = "The plan " + "maps tokens and " * 15 + "ends."
@@ -57,6 +51,15 @@ def test_what_is_allowed(lint: ModuleType) -> None:
     assert not list(lint.page("docs/new.md", page))
     code = '"""Nobody sees the executor."""\nx = ["kind"]\n'
     assert not list(lint.code("ringfa3/new.py", code))
+
+
+def test_a_package_of_many_modules(lint: ModuleType) -> None:
+    """Folders count alone, without those inside; those of tests may have more."""
+    names = [f"train/new/m{i}.py" for i in range(14)]
+    others = ["train/new/__init__.py", "train/new/inside/m.py", "train/new/notes.md"]
+    assert not list(lint.packages([*names, *others, *(f"tests/test_{i}.py" for i in range(15))]))
+    (finding,) = lint.packages([*names, "train/new/more.py"])
+    assert (finding.file, finding.text) == ("train/new", "15 modules; at most 14")
 
 
 def test_names_of_kernels(lint: ModuleType) -> None:

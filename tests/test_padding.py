@@ -1,4 +1,5 @@
-"""Padding inside packed tensors: `seqused` and padded cumulative lengths, on one device."""
+"""If this fails, padding inside packed tensors changes results. Padding inside packed tensors:
+`seqused` and padded cumulative lengths, on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The public names, signatures and options. They may be added to, not renamed, moved or removed."""
+"""If this fails, code that users have written against RingFA3 breaks. The public names, signatures
+and options. They may be added to, not renamed, moved or removed."""
 
 from __future__ import annotations
 

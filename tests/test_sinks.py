@@ -1,4 +1,5 @@
-"""`sink=` of the functions, the ring and the layer, against a softmax with one more column."""
+"""If this fails, sinks give wrong outputs or gradients. `sink=` of the functions, the ring and the
+layer, against a softmax with one more column."""
 
 from __future__ import annotations
 

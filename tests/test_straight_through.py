@@ -1,4 +1,5 @@
-"""Gradients of attention in 8 bits: those of the function that the forward has computed."""
+"""If this fails, gradients of 8-bit attention are those of another function. Gradients of attention
+in 8 bits: those of the function that the forward has computed."""
 
 from __future__ import annotations
 

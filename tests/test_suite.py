@@ -1,4 +1,5 @@
-"""The suite itself: pytest collects every file, GPU tests are marked."""
+"""If this fails, tests are skipped without notice. The suite itself: pytest collects every file,
+GPU tests are marked."""
 
 from __future__ import annotations
 

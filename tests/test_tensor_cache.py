@@ -1,4 +1,5 @@
-"""Results are computed once for each version of a tensor, and die with it."""
+"""If this fails, a call uses the lengths or masks of an earlier tensor. Results are computed once
+for each version of a tensor, and die with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every new tensor names its dtype and its device.
+"""If this fails, a user's default dtype or device changes results, or corrupts memory. Every new
+tensor names its dtype and its device.
 
 PyTorch fills in what a call leaves out from the program's state: `torch.set_default_dtype`,
 `torch.set_default_device`, `with torch.device(...)`. A kernel that writes float32 into a buffer of

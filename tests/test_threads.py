@@ -1,4 +1,5 @@
-"""An error that one thread notices is raised in the thread that made the call, once."""
+"""If this fails, an error in a background thread is lost, or is raised twice. An error that one
+thread notices is raised in the thread that made the call, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""examples/torchtitan_cp.py in torchtitan's own trainer: `make torchtitan` installs the package."""
+"""If this fails, torchtitan does not train with RingFA3. examples/torchtitan_cp.py in torchtitan's
+own trainer: `make torchtitan` installs the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`torch.func` and attention: transforms equal loops of plain autograd; others are refused."""
+"""If this fails, `torch.func` gives wrong gradients of attention. `torch.func` and attention:
+transforms equal loops of plain autograd; others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A wheel of this tree, installed in another place: what is in it, and that it runs there."""
+"""If this fails, the installed package lacks files, or does not run. A wheel of this tree,
+installed in another place: what is in it, and that it runs there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compares the speed of trainers under context parallelism: RingFA3's and Hugging Face's.
 
     python -m benchmarks.compare_trainers [--shape llama-1b] [--tokens 32768] [--ranks 2]
-        [--fa3 LIBRARY] [--sides ring own ...]
+        [--liger] [--fa3 LIBRARY] [--sides ring own ...] [--profile]
 
 Each side is a job of `--ranks` processes that are one CP group. They train the same model, of
 random weights, on the same documents with AdamW and in bfloat16; weights are float32.
@@ -21,6 +21,9 @@ one before, so it has the loading of its data too. Then it prints the ratios of 
 others, and of the error of RingFA3's gradients to that of transformers' own attention. The ratio to
 ring-flash-attn is the median of pairs of neighbouring steps, after each of which the host waits for
 the device. Writes trainers.json into docs/results/hf/, or `--out`.
+
+With `--profile`, on GPUs, it prints where the time of a step goes instead, by default of `ring` and
+`own`: kernels, ops of the host, and when the device was idle. `--out` gets profile-SIDE.txt.
 
 Exits with 1 if a side fails, a ratio misses its bar, or the error is too large. On CPUs it measures
 no kernel, and the speeds have no bars; accelerate's context parallelism does not run there.
@@ -46,6 +49,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.compare_hf import LARGEST_RATIO
+from benchmarks.compare_trainers.profile import report
 from benchmarks.compare_trainers.sides import (
     COMPILED,
     DOCUMENTS,
@@ -53,13 +57,16 @@ from benchmarks.compare_trainers.sides import (
     OWN,
     PAIRED,
     PEER,
+    PROFILED,
     RING,
     ROOT,
     ROWS,
     SHAPES,
     SIDES,
+    TRACE,
     Settings,
 )
+from benchmarks.compare_trainers.stopwatch import UNDISTURBED
 from ringfa3.bench.common.machine import BenchError, slug
 from ringfa3.bench.common.report import new_folder
 
@@ -157,6 +164,20 @@ def ratios(figures: dict[str, Any], judged: bool) -> list[Ratio]:
     return found
 
 
+def profile(side: str, found: dict[str, Any], folder: Path, out: Path | None) -> str:
+    """The tables of the trace of a side in `folder`, written to the folder `out` too."""
+    lines = [
+        f"{name}: {1e3 * statistics.mean(seconds[:UNDISTURBED]):.1f} ms a step, before the profiler"
+        for name, seconds in found["seconds"].items()
+    ]
+    trace = json.loads((folder / TRACE).read_text(errors="replace"))
+    text = "\n".join([*lines, report(trace["traceEvents"])])
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"profile-{side}.txt").write_text(f"{text}\n")
+    return text
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -169,13 +190,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--sides", nargs="+", choices=SIDES, help="default: all that can run, but compiled"
     )
     parser.add_argument("--recompute", action="store_true", help="every layer, in all trainers")
+    parser.add_argument(
+        "--liger", action="store_true", help="Liger's fused layers in SFTTrainer's models"
+    )
     parser.add_argument("--fa3", type=Path, help="a library with FlashAttention-3's operators")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for each side")
     parser.add_argument("--out", type=Path, help="the folder of trainers.json")
+    parser.add_argument(
+        "--profile", action="store_true", help="print where the time of a step goes instead"
+    )
     args = parser.parse_args(arguments)
     gpus = torch.cuda.device_count()
     left_out = {"compiled", *(() if gpus else NEED_GPUS), *(() if args.fa3 else ("peer",))}
     sides = args.sides or [side for side in SIDES if side not in left_out]
+    if args.profile:
+        sides, args.steps = args.sides or ["ring", "own"], PROFILED
+        if gpus == 0:
+            parser.error("--profile: it shows kernels, and needs GPUs")
+        if "errors" in sides:
+            parser.error("--sides errors: it trains no steps that --profile could show")
     if "peer" in sides and args.fa3 is None:
         parser.error("--sides peer: it needs --fa3")
     if gpus == 0 and (refused := [side for side in sides if side in NEED_GPUS]):
@@ -190,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = Settings(
         args.shape, args.tokens, args.ranks, args.steps, args.recompute,
         None if args.fa3 is None else str(args.fa3.absolute()), "cuda" if gpus else "cpu",
+        args.liger, args.profile,
     )  # fmt: skip
     try:
         settings.lengths()
@@ -209,12 +243,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 failed = True
                 console.print(f"{problem}")
                 continue
+            if args.profile:
+                console.print(profile(side, figures[side], folder, args.out))
+                continue
             for name, seconds in figures[side].get("seconds", {}).items():
                 speed = settings.tokens / statistics.median(seconds)
                 console.print(f"{name}: {speed:,.0f} tokens/s", end="; ")
             for name, error in figures[side].get("errors", {}).items():
                 console.print(f"error of {name}'s gradients {error:.3%}", end="; ")
             console.print(f"{side} took {time.perf_counter() - begin:.0f} s")
+    if args.profile:
+        return int(failed)
     found = ratios(figures, judged=gpus > 0)
     for ratio in found:
         bar = (

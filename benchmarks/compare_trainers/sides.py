@@ -14,7 +14,6 @@ import json
 import os
 import runpy
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ import transformers
 import ringfa3.hf
 from benchmarks import compare_hf, hf_ring_flash_attn
 from benchmarks.compare_hf import Shape
+from benchmarks.compare_trainers.stopwatch import RECORDED, UNDISTURBED, Stopwatch
 from examples import hf_cp
 from ringfa3 import plan_context
 from ringfa3.bench.common import machine
@@ -35,6 +35,8 @@ from ringfa3.bench.common.fa3 import Fa3Ops
 
 ROOT = Path(__file__).absolute().parents[2]
 WARM_UP = 3  # steps of each figure that are not timed
+PROFILED = UNDISTURBED + 1 + RECORDED  # steps with a profile; one warms the profiler up
+TRACE = "trace.json"
 PARTS = 32  # of a sample: its documents have 17, 8, 4, 2 and 1 of them
 BOS = "<|endoftext|>"  # as data.bos_token of train/pretrain.py
 RING = "SFTTrainer, RingFA3"
@@ -61,6 +63,8 @@ class Settings:
     recompute  whether the backward recomputes every layer
     fa3        a library of FlashAttention-3's operators, for ring-flash-attn; None: without it
     device     "cuda" or "cpu"
+    liger      whether layers of SFTTrainer's models are Liger's fused ones
+    profile    whether rank 0 writes a trace of the last `RECORDED` steps
     """
 
     shape: str
@@ -70,6 +74,8 @@ class Settings:
     recompute: bool
     fa3: str | None
     device: str
+    liger: bool = False
+    profile: bool = False
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -80,6 +86,10 @@ class Settings:
     def all_steps(self) -> int:
         """Steps of a side with one figure."""
         return WARM_UP + self.steps
+
+    def stopwatch(self, folder: Path, wait: bool = False) -> Stopwatch:
+        """Of a side, with a trace in `folder` if `profile`."""
+        return Stopwatch(self.all_steps, wait, folder / TRACE if self.profile else None)
 
     @property
     def samples(self) -> int:
@@ -129,27 +139,6 @@ class Settings:
         np.save(folder / "train.npy", np.concatenate(self.documents()))
         np.save(folder / "held_out.npy", np.arange(min(self.arguments["vocab_size"], 64)))
         (folder / "settings.json").write_text(json.dumps(asdict(self)))
-
-
-class Stopwatch:
-    """The times at which steps end, in seconds.
-
-    With `wait` a step ends when the device has computed it, which alternating steps need. Without
-    it the device may still compute an update, as in training. Every trainer waits for the device
-    once a step, so the device is never more than a step late.
-    """
-
-    def __init__(self, wait: bool = False) -> None:
-        self.wait, self.ends = wait, list[float]()
-
-    def step_done(self) -> None:
-        if self.wait and torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
-
-    def seconds(self, steps: int) -> list[float]:
-        """Of the last `steps` steps, each from the end of the one before."""
-        return [end - begin for begin, end in itertools.pairwise(self.ends)][-steps:]
 
 
 class Alternation:
@@ -256,7 +245,7 @@ def make_trainer(
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    watch = Stopwatch(wait=alternation is not None)
+    watch = settings.stopwatch(folder, wait=alternation is not None)
 
     class Steps(transformers.TrainerCallback):
         def on_step_begin(self, _: Any, state: Any, *__: Any, model: Any, **___: Any) -> None:
@@ -280,6 +269,12 @@ def make_trainer(
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        use_liger_kernel=settings.liger,
+        # The host reads and moves batches, and issues updates, while the device computes.
+        dataloader_num_workers=2,
+        dataloader_persistent_workers=True,
+        accelerator_config={"non_blocking": True},
+        logging_nan_inf_filter=False,
         **options,
     )
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -299,7 +294,7 @@ def own(settings: Settings, folder: Path, device: torch.device, compiled: bool) 
     """RingFA3's trainer, without its last checkpoint and evaluation. It ends the process."""
     from train.tasks.trainer import Trainer
 
-    watch = Stopwatch()
+    watch = settings.stopwatch(folder)
     step = Trainer.step
 
     def timed_step(trainer: Trainer, batches: list[Any], begin: float) -> dict[str, Any]:

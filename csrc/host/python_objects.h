@@ -32,10 +32,10 @@ inline py::object checked(PyObject* result) {
 }
 
 // Of (program, (waits of the streams)).
-inline Begun read_begun(PyObject* begun) {
+inline ProgramLaunch read_launch(PyObject* launch) {
   PyObject* capsule;
   unsigned long long compute, kv, gradients;
-  if (!PyArg_ParseTuple(begun, "O(KKK)", &capsule, &compute, &kv, &gradients)) throw_raised();
+  if (!PyArg_ParseTuple(launch, "O(KKK)", &capsule, &compute, &kv, &gradients)) throw_raised();
   auto const* held =
       static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
   if (!held) throw_raised();
@@ -55,14 +55,14 @@ class PythonCall : public ReplayableCall {
     Py_DECREF(weak_);
   }
 
-  std::optional<Begun> begin(at::Tensor const& lse) override {
+  std::optional<ProgramLaunch> begin(at::Tensor const& lse) override {
     py::gil_scoped_acquire const gil;
     auto const call = alive();
     if (!call) return std::nullopt;
-    auto const begun =
+    auto const launch =
         checked(PyObject_CallMethod(call.ptr(), "begin", "N", THPVariable_Wrap(lse)));
-    if (begun.is_none()) return std::nullopt;
-    return read_begun(begun.ptr());
+    if (launch.is_none()) return std::nullopt;
+    return read_launch(launch.ptr());
   }
 
   void returned(at::Tensor const& lse) override {
@@ -101,22 +101,22 @@ class PythonCall : public ReplayableCall {
 // `_begin_first` of ringfa3/ring/op.py.
 inline PyObject* first_call = nullptr;
 
-inline std::optional<Started> begin_first(FirstCall const& call) {
+inline std::optional<PreparedLaunch> begin_first(FirstCall const& call) {
   py::gil_scoped_acquire const gil;
   py::tuple inputs(call.inputs.size());
   for (size_t i = 0; i < call.inputs.size(); ++i)
     inputs[i] = checked(THPVariable_Wrap(call.inputs[i]));
-  auto const started = checked(PyObject_CallFunction(
+  auto const prepared = checked(PyObject_CallFunction(
       first_call, "sy#OLdOs#KK", call.op, call.layouts.data(),
       static_cast<Py_ssize_t>(call.layouts.size()), inputs.ptr(), static_cast<long long>(call.plan),
       call.scale, call.deterministic ? Py_True : Py_False, call.transport.data(),
       static_cast<Py_ssize_t>(call.transport.size()),
       reinterpret_cast<unsigned long long>(call.stream.handle),
       static_cast<unsigned long long>(call.stream.id)));
-  if (started.is_none()) return std::nullopt;
-  PyObject *replayable, *begun;
-  if (!PyArg_ParseTuple(started.ptr(), "OO", &replayable, &begun)) throw_raised();
-  return Started{std::make_shared<PythonCall>(replayable), read_begun(begun)};
+  if (prepared.is_none()) return std::nullopt;
+  PyObject *replayable, *launch;
+  if (!PyArg_ParseTuple(prepared.ptr(), "OO", &replayable, &launch)) throw_raised();
+  return PreparedLaunch{std::make_shared<PythonCall>(replayable), read_launch(launch)};
 }
 
 // ContextPlan.from_handle, which raises for a plan that is gone.

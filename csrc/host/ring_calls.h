@@ -17,8 +17,8 @@ namespace ringfa3::host {
 
 constexpr size_t kMaxRingCalls = 1024;  // beyond that all are forgotten
 
-// A call that has begun: its program, and the waits of earlier calls.
-struct Begun {
+// A launch of a program: the program, and the waits of earlier calls.
+struct ProgramLaunch {
   std::shared_ptr<Program const> program;
   Waits waits;
 };
@@ -28,7 +28,7 @@ class ReplayableCall {
   virtual ~ReplayableCall() = default;
   // None, and nothing has begun: Python must look at the call. Throws what Python raises. A
   // backward names its forward call by the LSE; that of a forward is undefined.
-  virtual std::optional<Begun> begin(at::Tensor const& lse) = 0;
+  virtual std::optional<ProgramLaunch> begin(at::Tensor const& lse) = 0;
   // The forward call under way returns this LSE.
   virtual void returned(at::Tensor const& lse) = 0;
   // Tell the other ranks; the first one throws what Python raises.
@@ -41,10 +41,10 @@ class LocalCall : public ReplayableCall {
  public:
   explicit LocalCall(std::weak_ptr<Program const> program) : program_(std::move(program)) {}
 
-  std::optional<Begun> begin(at::Tensor const&) override {
+  std::optional<ProgramLaunch> begin(at::Tensor const&) override {
     auto program = program_.lock();
     if (!program) return std::nullopt;
-    return Begun{std::move(program), {}};
+    return ProgramLaunch{std::move(program), {}};
   }
   void returned(at::Tensor const&) override {}
   void refused(std::string const&, int) override {}
@@ -67,10 +67,10 @@ struct FirstCall {
   Stream stream;
 };
 
-// A call that Python has begun.
-struct Started {
+// What Python has prepared: the launch, and the call that begins later ones like it.
+struct PreparedLaunch {
   std::shared_ptr<ReplayableCall> call;
-  Begun begun;
+  ProgramLaunch launch;
 };
 
 // Freeing a call takes the GIL: none is freed under the mutex.

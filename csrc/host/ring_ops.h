@@ -93,14 +93,14 @@ struct RingReplay {
   //
   // lse: of a backward; a forward has none.
   std::optional<Tensors> run(Tensors inputs, Tensor const& lse = Tensor()) {
-    auto const begun = call ? call->begin(lse) : begin_first(inputs);
-    if (!begun) return std::nullopt;
+    auto const launch = call ? call->begin(lse) : begin_first(inputs);
+    if (!launch) return std::nullopt;
     ++host().counts.replayed;
     bool issued = false;
     try {
       return host().observer.around(op, [&] {
         issued = true;
-        return issue(*begun, std::move(inputs));
+        return issue(*launch, std::move(inputs));
       });
     } catch (std::exception const& error) {  // of the observer: the call has begun
       if (!issued) call->failed(false, error.what());
@@ -108,20 +108,20 @@ struct RingReplay {
     }
   }
 
-  std::optional<Begun> begin_first(Tensors const& inputs) {
+  std::optional<ProgramLaunch> begin_first(Tensors const& inputs) {
     if (!key || !host().begin_first) return std::nullopt;
-    auto started = host().begin_first(
+    auto prepared = host().begin_first(
         {op, key->from(layouts), inputs, plan, scale, deterministic, transport, stream});
-    if (!started) return std::nullopt;
-    call = std::move(started->call);
+    if (!prepared) return std::nullopt;
+    call = std::move(prepared->call);
     host().ring_calls.put(std::move(*key), call);
-    return std::move(started->begun);
+    return std::move(prepared->launch);
   }
 
-  Tensors issue(Begun const& begun, Tensors inputs) const {
+  Tensors issue(ProgramLaunch const& launch, Tensors inputs) const {
     at::AutoDispatchBelowADInplaceOrView const below;
     try {
-      return begun.program->run(std::move(inputs), stream, begun.waits);
+      return launch.program->run(std::move(inputs), stream, launch.waits);
     } catch (Refused const& refused) {
       call->refused(refused.what(), refused.status);
       throw;

@@ -34,7 +34,7 @@ struct Host {
   std::atomic<bool> enabled{true};
   RingCalls ring_calls;
   // Begins a call; none: the op in Python must run it.
-  std::optional<Started> (*begin_first)(FirstCall const& call) = nullptr;
+  std::optional<PreparedLaunch> (*begin_first)(FirstCall const& call) = nullptr;
   at::Tensor (*keep_plan)(int64_t handle) = nullptr;  // gives a tensor with which a plan lives
 };
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from ringfa3.bench.attention.cases import HEAD_DIMS, HOST, OWN_IMPLEMENTATIONS, PEERS, SETS
 from ringfa3.bench.cluster.options import HELP, add_options, options
@@ -35,6 +36,7 @@ FP8 = (
 )
 TABLES = "Write the tables of all pages in docs/ from docs/results/*/*/results.json."
 EXTRA = "pip install 'ringfa3[bench]'"
+T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,25 +62,8 @@ def attention(given: argparse.Namespace) -> int:
         return host(given)
     from ringfa3.bench.attention.run import Options, run
 
-    return run(
-        Options(
-            sets=chosen(given.set, SETS),
-            dtype=given.dtype,
-            head_dims=given.head_dim,
-            shortest=given.shortest,
-            direction=given.direction,
-            pairs=given.pairs,
-            fa3=given.fa3,
-            device=given.device,
-            out=given.out,
-            quiet=given.quiet,
-            fa4=given.fa4,
-            peers=given.peers,
-            sample_ms=given.sample_ms,
-            errors_only=given.errors_only,
-            one_by_one=given.one_by_one,
-        )
-    )
+    sets = chosen(given.set, SETS)
+    return run(from_arguments(Options, given, sets=sets, head_dims=given.head_dim))
 
 
 def host(given: argparse.Namespace) -> int:
@@ -89,59 +74,21 @@ def host(given: argparse.Namespace) -> int:
         raise BenchError(f"--set {HOST} times the host only: give no other --set with it")
     if given.errors_only or given.fa4 is not None:
         raise BenchError(f"--set {HOST} supports neither --errors-only nor --fa4")
-    return run(
-        Options(
-            dtype=given.dtype,
-            head_dims=given.head_dim,
-            direction=given.direction,
-            pairs=given.pairs,
-            fa3=given.fa3,
-            peers=given.peers,
-            device=given.device,
-            out=given.out,
-            quiet=given.quiet,
-        )
-    )
+    return run(from_arguments(Options, given, head_dims=given.head_dim))
 
 
 def ring(given: argparse.Namespace) -> int:
     from ringfa3.bench.ring.run import run
     from ringfa3.bench.ring.run_plan import Options
 
-    return run(
-        Options(
-            sets=chosen(given.set, RING_SETS),
-            dtype=given.dtype,
-            worlds=given.worlds,
-            shortest=given.shortest,
-            longest=given.longest,
-            direction=given.direction,
-            transports=given.transport,
-            pairs=given.pairs,
-            timeout=given.timeout,
-            fa3=given.fa3,
-            device=given.device,
-            out=given.out,
-            quiet=given.quiet,
-            one_by_one=given.one_by_one,
-        )
-    )
+    sets = chosen(given.set, RING_SETS)
+    return run(from_arguments(Options, given, sets=sets, transports=given.transport))
 
 
 def rehearsal(given: argparse.Namespace) -> int:
     from ringfa3.bench.ring.rehearsal import Options, rehearse
 
-    options = Options(
-        ranks=given.ranks,
-        plays=given.plays,
-        tokens=given.tokens,
-        direction=given.direction,
-        dtype=given.dtype,
-        pairs=given.pairs,
-        timeout=given.timeout,
-        out=given.out,
-    )
-    return of_rank(lambda: rehearse(options))
+    return of_rank(lambda: rehearse(from_arguments(Options, given)))
 
 
 def fp8(given: argparse.Namespace) -> int:
@@ -152,22 +99,19 @@ def fp8(given: argparse.Namespace) -> int:
 
     if given.bandwidth:
         return bandwidth.run(given.head_dim, given.dtype, given.quiet)
-    return run(
-        Options(
-            lengths=given.lengths,
-            head_dims=given.head_dim,
-            causal={"full": [False], "causal": [True], "both": [False, True]}[given.mask],
-            designs=list(MEASURED if given.kernels else DESIGNS),
-            heads=given.heads,
-            seeds=given.seeds,
-            scores=given.scores,
-            dtype=given.dtype,
-            device=given.device,
-            kernels=given.kernels,
-            out=given.out,
-            quiet=given.quiet,
-        )
-    )
+    masks = {"full": [False], "causal": [True], "both": [False, True]}
+    own = {
+        "head_dims": given.head_dim,
+        "causal": masks[given.mask],
+        "designs": list(MEASURED if given.kernels else DESIGNS),
+    }
+    return run(from_arguments(Options, given, **own))
+
+
+def from_arguments(options: Callable[..., T], given: argparse.Namespace, **own: object) -> T:
+    """The dataclass `options` of the arguments that have its fields' names, and of `own`."""
+    names = inspect.signature(options).parameters.keys() - own.keys()
+    return options(**{name: getattr(given, name) for name in names}, **own)
 
 
 def cluster(given: argparse.Namespace) -> int:
@@ -239,7 +183,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--set", nargs="+", choices=[*SETS, "all"], default=["paper", "gqa"], metavar="SET",
         help="of cases: paper (16k tokens, hidden size 2048), gqa (32:8 heads, 8k to 128k), mqa "
-        "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), scores "
+        "(2 and 1 KV heads), hops (8k rows on 4k keys), masks (packed documents, windows), "
+        "packed (16k tokens of documents of 64 to 512 tokens), scores "
         "(of 1 to 16 nats, slopes, a sink; with rms errors), all of these; or one with "
         "implementations of its own: ablation (the kernel without parts of it, with three "
         "stages, or fp8 with V transposed in the kernel or sums promoted; the paper's Table 2 has "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,10 @@ import torch.nn.functional as F
 
 from ringfa3.hf.checks import uncompiled
 from ringfa3.hf.documents import documents_of
+from ringfa3.hf.ring_layer import know_positions
+from ringfa3.planning.communication import upload
 from ringfa3.planning.context_plan import ContextPlan, plan_context
-from ringfa3.ring.entries import Settings
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.prepare_call import default_group
 
@@ -22,6 +25,7 @@ TENSORS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_id
 LENGTHS = "cu_seq_lens_q"  # documents, for other attention implementations
 REPEATED = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # the same documents again
 PASSED = ("num_items_in_batch", "use_cache")  # not of the batch
+READING = "ringfa3_reading"  # the entry of a batch with its `Reading`
 
 
 class ShardedBatch(NamedTuple):
@@ -36,6 +40,35 @@ class ShardedBatch(NamedTuple):
     inputs: dict[str, Any]
     plan: ContextPlan
     num_labels: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the host has to know of a batch.
+
+    `read_batch` copies tensors of a GPU, for which the host waits. So a collator reads a batch
+    before it moves there. No tuple: accelerate would move that to the device, too.
+
+    problem     why no rank can compute the batch; None: nothing
+    digests     by entry: shape and checksum of its values, on which ranks agree
+    cumulative  lengths of the documents
+    tokens      (t,) int64 on the CPU: those of the b * s tokens that are no padding; None: all
+    """
+
+    problem: Exception | None
+    digests: dict[str, str]
+    cumulative: list[int]
+    tokens: torch.Tensor | None
+
+
+def read_batch(inputs: Mapping[str, Any]) -> Reading:
+    """The reading of a batch, with arguments as in `shard_batch`. It raises nothing."""
+    try:
+        _check(inputs)
+        digests = {name: _digest(inputs[name]) for name in _given(inputs)}
+        return Reading(None, digests, *_documents(inputs))
+    except Exception as problem:  # raised by `shard_batch`, on all ranks
+        return Reading(problem, {}, [], None)
 
 
 @uncompiled
@@ -58,18 +91,12 @@ def shard_batch(inputs: Mapping[str, Any], group: dist.ProcessGroup | None = Non
         ValueError: on every rank; the ranks hold different batches, or an entry is not expressible.
     """
     group = group or default_group()
-    error: Exception | None = None
-    settings = Settings()
-    try:
-        _check(inputs)
-        settings = Settings({name: _digest(inputs[name]) for name in _given(inputs)})
-    except Exception as problem:  # the other ranks wait
-        error = problem
+    reading = inputs.get(READING) or read_batch(inputs)
     if group is not None and dist.get_world_size(group) > 1:
-        RingGroup.of(group).agree(settings, error, anew=True)
-    elif error is not None:
-        raise error
-    return _shard(inputs, group)
+        RingGroup.of(group).agree(Settings(reading.digests), reading.problem, anew=True)
+    elif reading.problem is not None:
+        raise reading.problem
+    return _shard(inputs, reading, group)
 
 
 def _given(inputs: Mapping[str, Any]) -> list[str]:
@@ -84,7 +111,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 def _check(inputs: Mapping[str, Any]) -> None:
     """Raises ValueError: an entry that the ring would ignore, or that is no tensor of tokens."""
-    allowed = {*TENSORS, LENGTHS, *REPEATED, *PASSED}
+    allowed = {*TENSORS, LENGTHS, *REPEATED, *PASSED, READING}
     unknown = [name for name, value in inputs.items() if name not in allowed and value is not None]
     if unknown:
         raise ValueError(
@@ -92,7 +119,7 @@ def _check(inputs: Mapping[str, Any]) -> None:
             "other columns out of the dataset or the collator"
         )
     ids = inputs.get("input_ids")
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.numel():
         raise ValueError(f"input_ids must be a (batch, tokens) tensor, not {_shape(ids)}")
     if inputs.get("labels") is None and inputs.get("shift_labels") is None:
         raise ValueError("labels are missing: a training batch has labels or shift_labels")
@@ -117,9 +144,9 @@ def _shape(x: object) -> str:
 
 
 def _documents(inputs: Mapping[str, Any]) -> tuple[list[int], torch.Tensor | None]:
-    """Cumulative lengths of the documents, and which of the (b * s,) tokens they have; None: all.
+    """`cumulative` and `tokens` of a `Reading`.
 
-    Raises ValueError as `documents_of` does.
+    Raises ValueError as `documents_of` does, and for labels of padding.
     """
     ids, mask, positions = (inputs.get(n) for n in ("input_ids", "attention_mask", "position_ids"))
     assert ids is not None
@@ -143,39 +170,49 @@ def _documents(inputs: Mapping[str, Any]) -> tuple[list[int], torch.Tensor | Non
     if shown is None or bool(shown.all()):
         return ends.tolist(), None
     shown = shown.flatten()
+    labels = _shifted_labels(inputs).flatten().cpu()
+    if (lost := int((labels[~shown] != IGNORED).sum())) > 0:
+        raise ValueError(
+            f"labels: {lost} would be predicted from tokens that attention_mask hides: set the "
+            f"labels of padding, and of the first token after it, to {IGNORED}"
+        )
+    if not shown.any():
+        raise ValueError("attention_mask hides all tokens of the batch")
     before = F.pad(shown.cumsum(0), (1, 0))  # tokens that are no padding before each token
-    return torch.unique(before[ends]).tolist(), shown
+    return torch.unique(before[ends]).tolist(), shown.nonzero()[:, 0]
 
 
-def _shard(inputs: Mapping[str, Any], group: dist.ProcessGroup | None) -> ShardedBatch:
-    ids, labels = inputs["input_ids"], inputs.get("shift_labels")
+def _shifted_labels(inputs: Mapping[str, Any]) -> torch.Tensor:
+    labels: torch.Tensor | None = inputs.get("shift_labels")
     if labels is None:
         labels = F.pad(inputs["labels"], (0, 1), value=IGNORED)[:, 1:]
-    cumulative, shown = _documents(inputs)
-    ids, labels = ids.flatten(), labels.flatten()
-    if shown is not None:
-        shown = shown.to(ids.device)
-        if (lost := int((labels[~shown] != IGNORED).sum())) > 0:
-            raise ValueError(
-                f"labels: {lost} would be predicted from tokens that attention_mask hides: set the "
-                f"labels of padding, and of the first token after it, to {IGNORED}"
-            )
-        ids, labels = ids[shown], labels[shown]
-    if len(ids) == 0:
-        raise ValueError("attention_mask hides all tokens of the batch")
+    return labels
+
+
+def _shard(
+    inputs: Mapping[str, Any], reading: Reading, group: dist.ProcessGroup | None
+) -> ShardedBatch:
+    """No step waits for a GPU."""
+    ids, labels = inputs["input_ids"].flatten(), _shifted_labels(inputs).flatten()
+    tokens, cumulative = reading.tokens, reading.cumulative
     plan = plan_context(cumulative, group)
     if min(plan.tokens_per_rank) == 0:
         # transformers computes no mask of 0 tokens: a document without loss gives each rank some.
         more = 2 * plan.world
         plan = plan_context([*cumulative, cumulative[-1] + more], group)
+        if tokens is not None:
+            tokens = torch.cat([tokens, torch.arange(len(ids), len(ids) + more, device="cpu")])
         ids, labels = F.pad(ids, (0, more)), F.pad(labels, (0, more), value=IGNORED)
-    mine = plan.shard(labels)[None]
+    index = plan.token_index if tokens is None else plan.shard(tokens)
+    index, positions = (upload(x, ids.device) for x in (index, plan.positions))
+    mine = labels[index][None]
+    know_positions(plan, positions := positions[None])
     return ShardedBatch(
         {
-            "input_ids": plan.shard(ids)[None],
+            "input_ids": ids[index][None],
             "labels": mine,
             "shift_labels": mine,
-            "position_ids": plan.positions[None].to(ids.device),
+            "position_ids": positions,
             "use_cache": False,
             "ringfa3_plan": plan,
         },

@@ -29,17 +29,26 @@ def register() -> None:
         ImportError: transformers is missing; `pip install 'ringfa3[hf]'` brings it.
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+        from transformers import (
+            AttentionInterface,
+            AttentionMaskInterface,
+            PreTrainedModel,
+            masking_utils,
+        )
     except ImportError as problem:
         raise ImportError(f"{problem}: pip install 'ringfa3[hf]' brings transformers") from problem
     from ringfa3.hf.attention import attention_forward
     from ringfa3.hf.masks import mask_function
-    from ringfa3.hf.ring_layer import checked_call, checked_losses
+    from ringfa3.hf.ring_layer import checked_call, checked_losses, found_by_plan
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask_function)
     model: Any = PreTrainedModel
     model.__call__ = _once(checked_call, model.__call__)
+    masking: Any = masking_utils
+    masking.find_packed_sequence_indices = _once(
+        found_by_plan, masking.find_packed_sequence_indices
+    )
     losses = model.loss_function
     model.loss_function = losses.getter(_once(checked_losses, losses.fget))
 

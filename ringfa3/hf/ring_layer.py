@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -40,6 +41,22 @@ from ringfa3.tensor_cache import TensorCache
 FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
+# position_ids of the call under way, which `check_call` has compared with those of its plan.
+_positions_of_plan: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
+
+
+def found_by_plan(find: Callable[..., Any]) -> Callable[..., Any]:
+    """`find_packed_sequence_indices`, which copies from a GPU, so that the host waits. A plan has
+    the documents already."""
+
+    @functools.wraps(find)
+    def found(position_ids: torch.Tensor) -> Any:
+        known = _positions_of_plan.get()
+        return None if known is not None and position_ids is known else find(position_ids)
+
+    return found
+
+
 def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
     """`PreTrainedModel.__call__`, which refuses what no single layer could notice under a plan or
     a mask.
@@ -57,8 +74,14 @@ def checked_call(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(model, *inputs, **keywords)
         if not probed:
             check_call(model, inputs, keywords)
-        with on_own_tokens(model, inputs, keywords) as given:
-            outputs = call(model, *inputs, **given)
+        compared = plan is not None and not probed and not is_cross(plan)
+        known = keywords.get("position_ids") if compared else None
+        token = _positions_of_plan.set(known)
+        try:
+            with on_own_tokens(model, inputs, keywords) as given:
+                outputs = call(model, *inputs, **given)
+        finally:
+            _positions_of_plan.reset(token)
         if plan is not None and not probed:
             carry_plan(outputs, plan)
         return outputs
@@ -277,6 +300,11 @@ def _check_rope(module: torch.nn.Module) -> None:
 
 
 _checked: TensorCache[None] = TensorCache()  # position_ids and documents that are a plan's
+
+
+def know_positions(plan: ContextPlan, positions: torch.Tensor) -> None:
+    """Spares `_check_positions` a look at position_ids that were made from the plan."""
+    _checked.get(positions, plan.handle, lambda: None)
 
 
 def _check_positions(plan: ContextPlan, positions: torch.Tensor | None) -> None:

@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from accelerate import ParallelismConfig
+from accelerate import DistributedDataParallelKwargs, ParallelismConfig
 
-from ringfa3.hf.batch import shard_batch
+from ringfa3.hf.batch import READING, read_batch, shard_batch
 from ringfa3.hf.registration import NAME, register
 from ringfa3.hf.router_loss import scaled
 
 CP = "cp"  # the dimension of the device mesh, as accelerate names it
 # Whose `compute_loss` is a sum over tokens.
 LOSSES = ("transformers.trainer.Trainer", "trl.trainer.sft_trainer.SFTTrainer")
+# Methods of a trainer that pass a batch from its loader on, and could change it.
+LIBRARIES = tuple(name.rpartition(".")[0] for name in LOSSES)
+PASSING = ("get_batch_samples", "training_step", "prediction_step", "_prepare_inputs")
 
 
 class ContextParallel(ParallelismConfig):  # type: ignore[misc]
@@ -107,11 +110,25 @@ def context_parallel(trainer_class: type) -> type:
     return type(f"ContextParallel{trainer_class.__name__}", (_ContextParallel, trainer_class), {})
 
 
+class _ReadingCollator:
+    """A collator whose batches have their `Reading`. Workers of a loader may unpickle it."""
+
+    def __init__(self, collate: Callable[..., Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate(samples)
+        if isinstance(batch, MutableMapping):
+            batch[READING] = read_batch(batch)
+        return batch
+
+
 class _ContextParallel:
     """What `context_parallel` adds to a trainer."""
 
     accelerator: Any
     args: Any
+    data_collator: Callable[..., Any]
     current_gradient_accumulation_steps: int = 1  # until the trainer trains
     model: Any
     state: Any
@@ -122,10 +139,44 @@ class _ContextParallel:
             _refuse(self)
             self._cp_group = self.accelerator.torch_device_mesh[CP].get_group()
 
+    def get_train_dataloader(self) -> Any:
+        with self._reading_ahead():
+            return super().get_train_dataloader()  # type: ignore[misc]
+
+    def get_eval_dataloader(self, *arguments: Any, **keywords: Any) -> Any:
+        with self._reading_ahead():
+            return super().get_eval_dataloader(*arguments, **keywords)  # type: ignore[misc]
+
+    @contextmanager
+    def _reading_ahead(self) -> Iterator[None]:
+        """Loaders made inside read batches on the CPU, unless a subclass might change these later:
+        then `shard_batch` reads them, for which the host waits for the device."""
+        collator = self.data_collator
+        others = [x for x in type(self).__mro__ if x.__module__ != __name__]
+        owners = (next(x for x in others if name in vars(x)) for name in PASSING)
+        if self.get_cp_size() > 1 and all(x.__module__ in LIBRARIES for x in owners):
+            self.data_collator = _ReadingCollator(collator)
+        try:
+            yield
+        finally:
+            self.data_collator = collator
+
     def get_cp_size(self) -> int:
         """Ranks that share a sample. transformers 4 has no such method."""
         config = getattr(self.accelerator, "parallelism_config", None)
         return 1 if config is None else int(config.cp_size)
+
+    def _build_accelerator_args(self, **keywords: Any) -> dict[str, Any]:
+        """DDP's buckets are the gradients: no copies, and no memory for a second set of them.
+
+        transformers 4 does not call it.
+        """
+        given: dict[str, Any] = super()._build_accelerator_args(**keywords)  # type: ignore[misc]
+        if isinstance(self.args.parallelism_config, ContextParallel):
+            for handler in given["kwargs_handlers"]:
+                if isinstance(handler, DistributedDataParallelKwargs):
+                    handler.gradient_as_bucket_view = True
+        return given
 
     def compute_loss(
         self,
@@ -217,6 +268,12 @@ def _reject(setting: str, reason: str) -> NoReturn:
     raise ValueError(f"{setting} under a ring: {reason}")
 
 
+def _liger_loss(args: Any) -> bool:
+    """Whether Liger replaces the loss, which it does by default; `SFTTrainer` forbids it."""
+    config: dict[str, bool] = args.liger_kernel_config or {}
+    return config.get("fused_linear_cross_entropy", True) or config.get("cross_entropy", False)
+
+
 def _refuse(trainer: Any) -> None:
     """Raises ValueError: a setting would give a wrong result, or has not been tried."""
     args, model = trainer.args, trainer.model
@@ -268,7 +325,12 @@ def _refuse(trainer: Any) -> None:
         ("compute_loss_func", trainer.compute_loss_func, "it would get this rank's logits alone"),
         ("compute_metrics", trainer.compute_metrics, "it would get this rank's logits alone"),
         ("torch_compile", args.torch_compile, "it has not been tried: pass False"),
-        ("use_liger_kernel", args.use_liger_kernel, "it has not been tried: pass False"),
+        (
+            "use_liger_kernel",
+            args.use_liger_kernel and _liger_loss(args),
+            "Liger's losses have not been tried, its layers have: pass liger_kernel_config="
+            "{'fused_linear_cross_entropy': False}",
+        ),
         ("auto_find_batch_size", args.auto_find_batch_size, "ranks of a group could differ"),
         ("deepspeed", args.deepspeed, "its data sharding knows no CP group: use DDP or FSDP2"),
         ("n_gpu", args.n_gpu > 1 and args.n_gpu, "start one process for each GPU with torchrun"),

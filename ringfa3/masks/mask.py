@@ -70,8 +70,8 @@ class Mask:
 
     Attributes:
         spans: (n, 6) int64, read-only, sorted.
-        q_tokens, k_tokens: int.
-        positions, key_positions: (q_tokens,) and (k_tokens,) int64, read-only.
+        q_tokens: number of queries. `k_tokens`: of keys.
+        positions: (q_tokens,) int64, read-only. `key_positions`: (k_tokens,).
 
     Raises:
         ValueError, TypeError: a span leaves the tokens, has q0 > q1, k0 > k1 or lo > hi, or

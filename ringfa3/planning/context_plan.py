@@ -47,13 +47,13 @@ class ContextPlan(TokenShards):
     """Documents spread over a context-parallel (CP) group. Make one with `plan_context`.
 
     Attributes:
-        rank, world: this rank's number in the CP group, and the size of the group.
-        layout, causal, window_size, kv_budget: as given to `plan_context`.
+        rank: this rank's number in the CP group, of `world` ranks.
+        layout: as given to `plan_context`, as are `causal`, `window_size` and `kv_budget`.
         hosts: (world,) tuple of int, the number of each rank's host.
         mask: the Mask of the plan; None for documents, with `causal` and `window_size`.
-        query_plan, key_plan: of a plan that `cross` made, the two plans; else None.
+        query_plan: of a plan that `cross` made, that of the queries, and `key_plan`; else None.
         total_tokens: tokens of all documents.
-        local_tokens, local_keys: queries and keys on this rank; equal in self-attention.
+        local_tokens: queries on this rank. `local_keys`: keys, as many in self-attention.
         tokens_per_rank: list of int.
         handle: int that stands for the plan in custom ops, as long as the plan is alive.
     """
@@ -230,7 +230,7 @@ class ContextPlan(TokenShards):
         """What this rank sends and receives by messages, and the spans of its launches.
 
         Args:
-            launch: (steps,) the launch of each `HostRanks.step`, default `launch_of_step`.
+            launch: (steps,) the launch of each `HostRanks.ring_step`, default `launch_of_step`.
             keys: ranks exchange whole tiles of so many keys.
         """
         key = keys, b"" if launch is None else launch.tobytes()

@@ -14,26 +14,18 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 import numpy as np
 import torch
 
+from ringfa3.planning.communication import (
+    agreed_settings,
+    communication,
+    require_agreement,
+    upload,
+)
 from ringfa3.planning.placement.costs import Ints
-from ringfa3.planning.unshard import agreed_settings, require_agreement
 from ringfa3.validation import check_plain, shown, whole_number
 
 # The `TokenShards` of the input, and the tokens that each rank wants, as `RowExchange.of` has them;
 # of a call with an n, which is the argument.
 Wanted: TypeAlias = Callable[[int], tuple[Any, list[Ints]]]
-Move: TypeAlias = Callable[
-    [torch.Tensor, "RowExchange", Any, dict[str, str], complex], torch.Tensor
-]
-_move: Move | None = None
-
-
-def set_move(move: Move) -> None:
-    """move(x, exchange, plan, settings, fill) exchanges rows, or raises on all ranks.
-
-    `ringfa3.ring`, which `import ringfa3` imports, gives it: planning sends no messages.
-    """
-    global _move
-    _move = move
 
 
 class RowIndex(NamedTuple):
@@ -64,9 +56,7 @@ class RowIndex(NamedTuple):
         found = [cls.of_run(rows) for rows in lists]
         given = [rows for rows, index in zip(lists, found, strict=True) if index is None]
         source = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *given]))
-        if device.type == "cuda" and len(source):
-            source = source.pin_memory()  # PyTorch reuses it only after the copy that reads it
-        uploaded = source.to(device, non_blocking=True)
+        uploaded = upload(source, device)
         parts = iter(torch.split(uploaded, [len(rows) for rows in given]))
         return [cls(next(parts)) if index is None else index for index in found]
 
@@ -179,8 +169,7 @@ def exchange_rows(
     except Exception as problem:  # whatever it is, the other ranks wait
         require_agreement(plan.group if plan.world > 1 else None, {}, problem)
         raise  # which the line before has done, on all ranks
-    assert _move is not None
-    return _move(rows, exchange, plan, settings, fill).movedim(0, dim)
+    return communication().move(rows, exchange, plan, settings, fill).movedim(0, dim)
 
 
 def _check_fill(fill: Any, dtype: torch.dtype) -> None:

@@ -32,6 +32,7 @@ from ringfa3.planning.tile_schedule import (
     Table,
     TileSchedule,
     Tiling,
+    by_cost,
     concat_ranges,
 )
 
@@ -224,8 +225,8 @@ class Plan:
     def backward(self, tile_n: int, tile_m: int, deterministic: bool = False) -> list[Tiling]:
         """A tiling for each hop: tiles of `tile_n` keys; `tile_m` rows are a block of padded rows.
 
-        Tiles with most rows first; with `deterministic` in descending order of their keys, in which
-        `Tiling.dq_order` counts the additions to a dQ block.
+        Tiles with most rows first, as `by_cost`; with `deterministic` in descending order of their
+        keys, in which `Tiling.dq_order` counts the additions to a dQ block.
         """
         if deterministic and self.clips:
             raise ValueError("clipped spans have no order of additions to dQ: use ContextPlan.hops")
@@ -276,8 +277,8 @@ class Plan:
 
     def _backward(self, tile_n: int, tile_m: int, deterministic: bool) -> list[Tiling]:
         k, hops = self.keys, self.num_hops
-        order = np.argsort(self.bands.key, kind="stable")  # the spans of a key tile are adjacent
-        b = self.bands.take(order)
+        by_key = np.argsort(self.bands.key, kind="stable")  # the spans of a key tile are adjacent
+        b = self.bands.take(by_key)
         per_segment = -(-k.length // tile_n)
         base = np.cumsum(per_segment) - per_segment
         num_tiles = int(per_segment.sum())  # of all hops
@@ -289,12 +290,13 @@ class Plan:
         start = (np.arange(num_tiles) - base[segment]) * tile_n
         rows = np.minimum(tile_n, k.length[segment] - start)
         hop = self.key_hop[segment]
-        fetched = np.lexsort((-np.arange(num_tiles) if deterministic else -cost, hop))
+        order = (-np.arange(num_tiles),) if deterministic else by_cost(cost, segment)
+        fetched = np.lexsort((*order, hop))
 
         tiles = np.zeros(len(fetched), TILE)
         tiles["row0"] = tiles["padded_row0"] = (k.row[segment] + start)[fetched]
         tiles["rows"], tiles["num_spans"] = rows[fetched], count[fetched]
-        spans = self._spans(tile_m)[order[visits]]
+        spans = self._spans(tile_m)[by_key[visits]]
         offset = _hop_ends(self.key_hop[b.key[visits]], hops)
         tiles["first_span"] = np.where(count[fetched] > 0, first[fetched] - offset[hop[fetched]], 0)
         earlier = np.zeros(0, np.int32)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ringfa3.custom_op import untraced
 from ringfa3.masks.mask import Mask
+from ringfa3.planning.communication import communication, require_agreement, select
 from ringfa3.planning.graph_plan import GraphPlan
 from ringfa3.planning.handles import from_handle, graph_handle, plan_table
 from ringfa3.planning.placement.costs import Ints
@@ -25,7 +26,6 @@ from ringfa3.planning.process_groups import GroupRef, require_alive
 from ringfa3.planning.row_exchange import exchange_rows
 from ringfa3.planning.sharding import Segments, partition
 from ringfa3.planning.tile_schedule import concat_ranges
-from ringfa3.planning.unshard import Unshard, require_agreement, select
 from ringfa3.validation import check_plain
 
 if TYPE_CHECKING:
@@ -231,8 +231,7 @@ class TokenShards(ABC):
             check_plain("x_local", x_local)
         except TypeError as problem:  # no op takes it; the other ranks wait
             require_agreement(self.group if self.world > 1 else None, {}, problem)
-        result: torch.Tensor = Unshard.apply(x_local, self, dim)  # type: ignore[no-untyped-call]
-        return result
+        return communication().unshard(x_local, self, dim)
 
     @cached_property
     def contiguous(self) -> Self:
@@ -305,10 +304,10 @@ class TokenShards(ABC):
         """Local tokens with the n tokens before each segment, for convolutions.
 
         Returns:
-            (rows, own). rows: x with n more rows before each segment of this rank along `dim`.
-            They hold the tokens of its document that precede it, zeros before the first one. own:
-            (local_tokens,) int64, which rows are this rank's tokens. A causal convolution over
-            n + 1 of the rows is exact at `own`.
+            x with n more rows before each segment of this rank along `dim`, and the rows that are
+            this rank's own tokens, (local_tokens,) int64. The new rows hold the tokens of the
+            segment's document that precede it, zeros before the first one. A causal convolution
+            over n + 1 rows is exact at the own ones.
 
         Dtypes, backward and errors as in `to_contiguous`; also ValueError: n is negative.
         """

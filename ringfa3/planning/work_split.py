@@ -3,7 +3,9 @@
 A CTA runs a work unit for one KV head at a time: a work item. If the unit is a whole key tile, with
 all query heads of the group, dK and dV stay in registers. If whole tiles are too few to fill the
 GPU, or have very many heads or rows, the plan splits every tile alike: first between query heads,
-then between blocks of rows. The units of a tile then add their dK and dV in float32.
+then between blocks of rows. A tile that is far longer than the others, such as that of first keys,
+to which every query attends, is split between blocks of rows in any case. The units of a tile then
+add their dK and dV in float32.
 """
 
 from __future__ import annotations
@@ -44,6 +46,9 @@ LONG = 64  # row blocks of a typical unit from which this gain exceeds the cost 
 # between them leaves the L2 cache. On an H200, 32:8 heads of 128, full mask, this is 2% slower at
 # 16k tokens (64 MiB), 1% faster at 32k and 2% at 64k; causal 2% at 64k and 128k.
 UNIT_BYTES = 160 << 20
+# A tile is far longer than the others if it has OUTLIER times the row blocks of a typical one, and
+# more than OUTLIER_PART of what a CTA runs. Its units have OUTLIER_UNIT of that.
+OUTLIER, OUTLIER_PART, OUTLIER_UNIT = 4, 1 / 2, 1 / 8
 WAVES = 4  # work items per SM from which nothing is split further: fetching in order evens out
 
 
@@ -76,6 +81,9 @@ def split_work(
         return uncut
     work = int(blocks.sum())
     typical = int((blocks * blocks).sum()) / max(1, work)  # blocks of a tile, by work
+    share = work * kv_heads / num_ctas  # blocks that a CTA runs, with all heads of a group
+    outlier = blocks > max(OUTLIER * typical, OUTLIER_PART * share)
+    parts = np.where(outlier, -(-blocks // max(1, int(OUTLIER_UNIT * share))), 1)
     cuts = [(1, 1), *_cuts(group, int(blocks.max(initial=0)))]
     few = [cut for cut in cuts if 2 < group // cut[0] <= FEW_HEADS]
     if few and group > MANY_HEADS and typical * FEW_HEADS >= LONG:
@@ -86,7 +94,7 @@ def split_work(
         cuts = [cut for cut in cuts if cut[0] == group]
     best, least = uncut, math.inf
     for heads, rows in cuts:
-        table = uncut if (heads, rows) == (1, 1) else _cut(tiling, blocks, group, heads, rows)
+        table = _cut(tiling, blocks, group, heads, np.maximum(rows, -(-parts // heads)))
         if long:
             table = table[np.argsort(table["first_head"], kind="stable")]
         if len(table) * kv_heads >= WAVES * num_ctas and least == math.inf:
@@ -118,8 +126,11 @@ def _cuts(group: int, blocks: int) -> Iterator[tuple[int, int]]:
     yield from ((group, 2**i) for i in range(1, math.ceil(math.log2(max(blocks, 1))) + 1))
 
 
-def _cut(tiling: Tiling, blocks: Ints, group: int, heads: int, rows: int) -> Table:
-    """Units of tiles split into `heads` parts of the group and at most `rows` of their blocks."""
+def _cut(tiling: Tiling, blocks: Ints, group: int, heads: int, rows: Ints | int) -> Table:
+    """Units of tiles split into `heads` parts of the group and at most `rows` of their blocks.
+
+    rows: (num_tiles,) or one number for all.
+    """
     row_parts = np.minimum(blocks, rows)
     count = row_parts * heads
     tile = np.repeat(np.arange(len(count)), count)

@@ -16,13 +16,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ringfa3.errors import first_line, gave_up
-from ringfa3.ring.entries import Settings, listed
+from ringfa3.errors import first_line, gave_up, listed
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.process_group import AbsentError, rendezvous
 from ringfa3.ring.store_monitor import PERIOD_S, entry_key, join_request_key
 from ringfa3.threads import JOIN_S
@@ -38,12 +38,24 @@ ALL_READ = 8  # ranks; in larger groups rank 0 reads for all: the others would r
 ASK_S = 0.1  # that a rank without trouble waits before it asks others to join, and reads itself
 BEFORE = "settings check before a ring call"
 NO_STORE = "no answer from the process group's store; has its host (MASTER_ADDR) stopped?"
+ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 PER_RANK_FIELDS = {"line", "at"}  # of an entry: they differ between ranks
 
 
 def _report_key(agreement_id: int) -> str:
     """Set by rank 0 of a large group: all entries are equal."""
     return f"ringfa3/equal/{agreement_id}"
+
+
+class AgreementSnapshot(NamedTuple):
+    """What ranks agreed on for a call; calls like it begin without a new agreement.
+
+    settings       of that call
+    cache_version  of the group's `Agreements` then
+    """
+
+    settings: Settings
+    cache_version: int
 
 
 class NoAgreementError(Exception):
@@ -203,3 +215,46 @@ class Agreements:
             f"{BEFORE}: rank {listed(ranks)} did not reach it within {self._timeout_s():g} s: see "
             "that rank's log"
         )
+
+
+def described(error: Exception | None) -> list[str] | None:
+    """(key of `ERRORS`, text) of a rank's error, as a list; None for no error."""
+    if error is None:
+        return None
+    name = type(error).__name__
+    if name in ERRORS:
+        return [name, str(error)]
+    builtin = "TypeError" if isinstance(error, TypeError) else "ValueError"
+    return [builtin, f"{name}: {first_line(error)}"]
+
+
+def check_entries(ranks: Sequence[int], entries: Sequence[Mapping[str, Any]]) -> None:
+    """Raises the first error of an entry, or ValueError for the first setting that differs."""
+    _raise_on_error(ranks, entries)
+    _raise_on_difference(ranks, entries)
+
+
+def _raise_on_error(ranks: Sequence[int], entries: Sequence[Mapping[str, Any]]) -> None:
+    """Raises the error of the first of `ranks` whose entry has one, under that rank's number."""
+    wrong = [(r, e["error"]) for r, e in zip(ranks, entries, strict=True) if e["error"]]
+    if wrong:
+        rank, (name, text) = wrong[0]
+        others = f" (and {len(wrong) - 1} more ranks)" if len(wrong) > 1 else ""
+        raise ERRORS[name](f"rank {rank}: {text}{others}")
+
+
+def _raise_on_difference(ranks: Sequence[int], entries: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for the first setting that differs over `ranks`, with all its values.
+
+    Settings that only some ranks have come last.
+    """
+    maps: list[Mapping[str, object]] = [entry["settings"] for entry in entries]
+    everywhere = [name for name in maps[0] if all(name in m for m in maps)]
+    for name in [*everywhere, *sorted(set().union(*maps) - set(everywhere))]:
+        values: dict[str, list[int]] = {}
+        for rank, settings in zip(ranks, maps, strict=True):
+            values.setdefault(str(settings.get(name, "missing")), []).append(rank)
+        if len(values) > 1:
+            groups = sorted(values.items(), key=lambda item: len(item[1]))
+            text = "; ".join(f"rank {listed(ranks)}: {value}" for value, ranks in groups)
+            raise ValueError(f"{name} differs between the ranks of the CP group: {text}")

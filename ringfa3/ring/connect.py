@@ -11,7 +11,7 @@ from ringfa3.kernels.dispatch import log_once
 from ringfa3.pass_interface import RingPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.process_groups import Group, resolve_group
-from ringfa3.ring.entries import Settings
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import Transport
 from ringfa3.ring.p2p_pass import P2PRingPass

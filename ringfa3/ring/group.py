@@ -13,7 +13,6 @@ import atexit
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -25,15 +24,20 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
 from ringfa3.planning.process_groups import GroupRef, is_alive, require_alive
-from ringfa3.ring.agreement import BEFORE, Agreements, NoAgreementError
+from ringfa3.ring.agreement import (
+    BEFORE,
+    Agreements,
+    AgreementSnapshot,
+    NoAgreementError,
+    check_entries,
+    described,
+)
+from ringfa3.ring.calls import CallHistory, Settings
 from ringfa3.ring.connections import Connections
-from ringfa3.ring.entries import AgreementSnapshot, Settings, check_entries, described
 from ringfa3.ring.process_group import timeout_of
-from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, LatestCall, StoreMonitor
-from ringfa3.tensor_cache import MemoryCache
+from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, StoreMonitor
 from ringfa3.threads import JOIN_S, Interruption
 
-RECENT_CALLS = 4096  # that ranks compare, more than a host makes between two looks
 ABORT_S = 0.05  # all abort at once: NCCL's watchdog ends a process whose peer aborted earlier
 POLL_S = 0.005  # between two looks at whether earlier calls have ended
 EXIT_S = 10.0  # for a group to close when the process ends
@@ -49,11 +53,7 @@ class RingGroup:
         self.ranks = dist.get_process_group_ranks(group)  # global ranks, for messages
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.failure: str | None = None
-        self.latest = LatestCall(0, Settings())  # one object: the monitor's thread reads it
-        self.recent: deque[LatestCall] = deque(maxlen=RECENT_CALLS)
-        self._forward_calls: MemoryCache[int] = MemoryCache()  # numbers by LSE
-        self._refused = False  # the latest call was refused on all ranks
-        self._anew = False  # ranks begin a new history of calls at their next agreement
+        self.calls = CallHistory()
         self._entering = threading.RLock()  # held by the thread that is in an agreement
         self.interruption = Interruption()
         self._ref = weakref.ref(group)  # the group's threads and sockets end when it is destroyed
@@ -154,13 +154,13 @@ class RingGroup:
 
     def gather(self, line: str) -> list[str]:
         """Passes a line, returns those of all ranks; all call it at the same point of a call."""
-        entry = {"settings": self.latest.at("its memory"), "error": None, "mid_call": False}
+        entry = {"settings": self.calls.latest.at("its memory"), "error": None, "mid_call": False}
         return [str(e["line"]) for e in self._enter({**entry, "line": line})]
 
     @property
     def call_id(self) -> int:
         """28 bits that identify the call under way, the same on all ranks in it."""
-        return self.latest.id
+        return self.calls.latest.id
 
     def begin(self, settings: Settings, forward: int = 0) -> None:
         """Begins a ring call with settings that were agreed on; a backward names its forward call.
@@ -172,18 +172,16 @@ class RingGroup:
         self._require_peers()
         self._count(settings, forward)
         if self._asked():
-            self._join_agreement("before its first hop", self.latest.number)
+            self._join_agreement("before its first hop", self.call)
 
     def _count(self, settings: Settings, forward: int) -> None:
         self.interruption.called()
-        self.latest = self.latest.next(settings, forward)
-        self.recent.append(self.latest)
-        self._refused = False
+        self.calls.begin(settings, forward)
 
     @property
     def call(self) -> int:
         """Number of the call under way."""
-        return self.latest.number
+        return self.calls.latest.number
 
     def _asked(self) -> bool:
         """Whether a rank in trouble asks this one to join the next agreement."""
@@ -191,25 +189,21 @@ class RingGroup:
 
     def returned(self, lse: torch.Tensor) -> None:
         """The forward call under way returns this LSE."""
-        self._forward_calls.set(lse, self.latest.number)
-
-    def forward_of(self, lse: torch.Tensor | None) -> int:
-        """Number of the forward call that returned the LSE of a backward; 0: unknown, or none."""
-        return 0 if lse is None else self._forward_calls.get(lse) or 0
+        self.calls.returned(lse)
 
     def agreement_snapshot(self) -> AgreementSnapshot:
         """For later calls like the one under way."""
-        return AgreementSnapshot(self.latest.settings, self.agreements.cache_version)
+        return AgreementSnapshot(self.calls.latest.settings, self.agreements.cache_version)
 
     def begin_again(self, agreed: AgreementSnapshot, lse: torch.Tensor | None = None) -> bool:
         """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
-        if ranks have to agree first, or this one or another is in trouble. lse: as `forward_of`."""
+        if ranks have to agree first, or this one or another is in trouble. lse: of a backward."""
         asked = self._monitor is not None and self._monitor.must_join(self.agreement_id + 1)
         moved = self.agreements.cache_version != agreed.cache_version or not self.alive
         lost = self.failure is not None or self.interruption.error is not None
         if asked or moved or lost:
             return False
-        self._count(agreed.settings, self.forward_of(lse))
+        self._count(agreed.settings, self.calls.forward_of(lse))
         self.connections.last_transport = "symmetric"
         return True
 
@@ -230,8 +224,10 @@ class RingGroup:
 
         void: this rank's first call without results; for_caller: its host has gone on
         """
-        entry = {"settings": self.latest.at(point), "error": None, "mid_call": True, "void": void}
-        self._enter(entry, for_caller)
+        settings = self.calls.latest.at(point)
+        self._enter(
+            {"settings": settings, "error": None, "mid_call": True, "void": void}, for_caller
+        )
 
     @property
     def asynchronous(self) -> bool:
@@ -243,16 +239,16 @@ class RingGroup:
 
         def join() -> None:
             if self._asked():
-                self._join_agreement("on its device", self.latest.number + 1, for_caller=True)
+                self._join_agreement("on its device", self.call + 1, for_caller=True)
 
         self._for_caller(join)
 
     def refuse(self, difference: str) -> None:
         """Refuses the calls under way on all ranks, and interrupts the caller."""
-        calls, error = self.latest.refusals, ["ValueError", difference]
+        calls, error = self.calls.latest.refusals, ["ValueError", difference]
 
         def enter() -> None:
-            if self.latest.refusals == calls:
+            if self.calls.latest.refusals == calls:
                 entry = {"settings": Settings(), "error": error, "mid_call": True, "void": 0}
                 self._enter(entry, for_caller=True)
 
@@ -297,13 +293,11 @@ class RingGroup:
         with self._entering:
             if not for_caller:
                 self.interruption.check()  # another thread has entered meanwhile
-            entries = self._exchange({"void": self.latest.number + 1, **entry}, for_caller)
+            entries = self._exchange({"void": self.call + 1, **entry}, for_caller)
             try:
                 check_entries(self.ranks, entries)
             except (TypeError, ValueError) as refused:
-                self._refused = self._anew = True
-                self.latest = self.latest.refused(max(e["call"] for e in entries))
-                self.recent.clear()
+                self.calls.refuse(max(e["call"] for e in entries))
                 void = any(e["mid_call"] for e in entries)  # messages will never be answered
                 if void:  # before the caller goes on: its next call waits for this thread
                     self.agreements.clear()
@@ -312,14 +306,12 @@ class RingGroup:
                 if void:
                     self._abandon(min(e["void"] for e in entries), for_caller)
                 raise
-            if self._anew:  # an interrupted caller may have begun another call
-                self.latest = self.latest.refused(max(e["call"] for e in entries))
-                self._anew = False
+            self.calls.agreed(max(e["call"] for e in entries))
         return entries
 
     def _exchange(self, entry: Mapping[str, object], for_caller: bool) -> list[dict[str, Any]]:
         try:
-            return self.agreements.exchange({**entry, "call": self.latest.number})
+            return self.agreements.exchange({**entry, "call": self.call})
         except NoAgreementError as problem:
             raise self.fail(str(problem), for_caller) from None
 
@@ -373,7 +365,7 @@ class RingGroup:
 
     def report_failure(self, problem: Exception) -> None:
         """Reports to the other ranks that an error ends a ring call, unless they know."""
-        if self.failure is None and not self._refused and not isinstance(problem, StepError):
+        if self.failure is None and not self.calls.refused and not isinstance(problem, StepError):
             self.fail(f"{type(problem).__name__}: {first_line(problem)}")
 
     def wait_for(self, done: threading.Event, what: Callable[[], str]) -> None:
@@ -390,7 +382,7 @@ class RingGroup:
             deadline = time.monotonic() + self.timeout_s - PERIOD_S
             while not done.wait(PERIOD_S / 5):
                 if self._asked():
-                    self._join_agreement(what(), self.latest.number)
+                    self._join_agreement(what(), self.call)
                 if monitor.peer_failure is not None:
                     raise self.fail(gave_up(what(), monitor.peer_failure))
                 if time.monotonic() > deadline:

@@ -24,7 +24,7 @@ from ringfa3.kernels.dispatch import select_quantised
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.streams import CurrentStream, on
 from ringfa3.keywords import check_call, hides_positional
-from ringfa3.pass_interface import BegunCall
+from ringfa3.pass_interface import PreparedLaunch
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.planning.graph_plan import GraphPlan
 from ringfa3.planning.handles import from_handle, graph_handle
@@ -81,7 +81,7 @@ def ring_attn_func(
             rank's tokens, t = plan.local_tokens and t_k = plan.local_keys, which differs in
             cross-attention only. Ranks exchange V with d columns, those beyond d_v zeros.
         plan: from `plan_context`. Made from (rank, world), it runs in the default group.
-        softmax_scale: positive, from 2**-64 to 2**64; default d ** -0.5.
+        softmax_scale: positive, from 2^-64 to 2^64; default d ** -0.5.
         deterministic: as in `flash_attn_func`, the same on all ranks.
         return_lse: also return the log-sum-exp of each row, differentiable.
         precision: "native", "fp8" or "int8", as in `flash_attn_func`. Ranks exchange K and, in
@@ -214,7 +214,7 @@ def _begin_first(
     transport: str,
     stream: int,
     stream_id: int,
-) -> BegunCall | None:
+) -> PreparedLaunch | None:
     """Begins a call of an op that the C++ launcher does not know, for it to issue the call.
 
     None: the launcher calls the op in Python.
@@ -237,13 +237,13 @@ def _begin_first(
         of_schedule = settings[:3]
     try:
         on_stream = CurrentStream(k.device, stream, False, stream_id)
-        begun = call.ring_pass().begin_prepared(k, of_schedule, layouts, on_stream)
+        launch = call.ring_pass().begin_prepared(k, of_schedule, layouts, on_stream)
     except Exception:
         with _report_errors(call.plan):
             raise
-    if begun is None:
+    if launch is None:
         _thread.give(call, settings)
-    return begun
+    return launch
 
 
 host.on_first_call(_begin_first)

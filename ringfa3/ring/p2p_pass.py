@@ -93,7 +93,7 @@ class FlowMessages:
 
     def send(
         self,
-        group: int,
+        transfer: int,
         source: Sequence[torch.Tensor],
         scratch: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
@@ -105,27 +105,27 @@ class FlowMessages:
 
         Rows that are not consecutive are gathered, after all earlier messages have been sent.
         """
-        leaving, arriving = self._flow.leaving[group], self._flow.arriving[group]
-        sent = list(map(self._sent[group].read, source, scratch)) if leaving else []
+        leaving, arriving = self._flow.leaving[transfer], self._flow.arriving[transfer]
+        sent = list(map(self._sent[transfer].read, source, scratch)) if leaving else []
         for x, y in zip(self._own(arriving, into), self._own(leaving, sent), strict=True):
             x.copy_(y)
         return self._of(leaving, sent, direction, KV), self._of(arriving, into, direction, KV)
 
-    def send_back(self, group: int, grads: torch.Tensor, returned: torch.Tensor) -> Messages:
+    def send_back(self, transfer: int, grads: torch.Tensor, returned: torch.Tensor) -> Messages:
         """What returns the rows of `grads`, which other ranks receive in `returned`."""
-        arriving, leaving = self._flow.arriving[group], self._flow.leaving[group]
+        arriving, leaving = self._flow.arriving[transfer], self._flow.leaving[transfer]
         sends = self._of(arriving, [grads], "backward", RETURN)
         return sends, self._of(leaving, [returned], "backward", RETURN)
 
     def add(
-        self, group: int, grads: torch.Tensor, returned: torch.Tensor, to: torch.Tensor
+        self, transfer: int, grads: torch.Tensor, returned: torch.Tensor, to: torch.Tensor
     ) -> None:
         """Adds what `send_back` has returned, peer by peer, to the rows of `to` that were sent."""
-        for part in self._flow.leaving[group]:
+        for part in self._flow.leaving[transfer]:
             rows = returned[part.begin : part.end]
             if part.peer == self._rank:
-                (rows,) = self._own(self._flow.arriving[group], [grads])
-            self._sent[group].part(part.begin, part.end).add(rows, to)
+                (rows,) = self._own(self._flow.arriving[transfer], [grads])
+            self._sent[transfer].part(part.begin, part.end).add(rows, to)
 
     def _own(self, rows: Sequence[PeerRows], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         own = [part for part in rows if part.peer == self._rank]
@@ -150,7 +150,7 @@ class FlowMessages:
 class ArrivingKV:
     """The K/V of a rank's launches, in buffers that launches use in turn.
 
-    Landed rows have two buffers, for even and odd batches: one may land while the batch before it
+    Landed rows have two buffers, for even and odd chunks: one may land while the chunk before it
     goes on.
     """
 
@@ -164,7 +164,7 @@ class ArrivingKV:
         """local: the rank's own rows, (rows, ...) each, contiguous: K and V, or both in one."""
         self._exchange, self._local, self._pass_type = exchange, local, pass_type
         self._flows = FlowMessages.of(exchange, local[0].device, "K/V")
-        landed = [batch.rows for batch in exchange.batches]
+        landed = [chunk.rows for chunk in exchange.chunks]
         self._buffers = self._new(exchange.rows[1:], num_buffers)
         self._scratch = [self._new([flow.scratch_rows], 1)[0] for flow in self._flows]
         self._landed = self._new(landed, 2) if landed else []
@@ -186,11 +186,11 @@ class ArrivingKV:
         if launch < len(exchange.rows):
             direct = self._local, self._scratch[0], self.received(launch)
             found.append(self._flows[0].send(launch, *direct, self._pass_type))
-        if (batch := exchange.landing_before(launch)) is not None:
-            landing = self._local, self._scratch[1], self._landed[batch % 2]
-            found.append(self._flows[1].send(batch, *landing, self._pass_type))
-        if (batch := exchange.landed_for(launch)) is not None:
-            onward = self._landed[batch % 2], self._scratch[2], self.received(launch)
+        if (chunk := exchange.landing_before(launch)) is not None:
+            landing = self._local, self._scratch[1], self._landed[chunk % 2]
+            found.append(self._flows[1].send(chunk, *landing, self._pass_type))
+        if (chunk := exchange.landed_for(launch)) is not None:
+            onward = self._landed[chunk % 2], self._scratch[2], self.received(launch)
             found.append(self._flows[2].send(launch, *onward, self._pass_type))
         return found
 
@@ -199,8 +199,8 @@ class ReturningGradients:
     """The dK/dV of a backward pass, (rows, 2, hk, d), dK and dV of a row together.
 
     In the accumulation dtype. A launch stores them, and they return while the next one runs: to the
-    owners of the keys, or to the landing rank. The landing rank adds up those of a batch, and sends
-    the sums to the owners after the batch's last launch. All adds follow the order of launches,
+    owners of the keys, or to the landing rank. The landing rank adds up those of a chunk, and sends
+    the sums to the owners after the chunk's last launch. All adds follow the order of launches,
     then that of a flow's peers. So the order of each sum is the same in every run.
 
     local        (local_keys, 2, hk, d): of this rank's own keys
@@ -216,7 +216,7 @@ class ReturningGradients:
         self._buffers = [k.new_empty((n, *shape), dtype=dtype) for n in rows]
         rows = [max(map(len, flow.sent)) for flow in exchange.flows]
         self._returned = [k.new_empty((n, *shape), dtype=dtype) for n in rows]
-        if landed := [batch.rows for batch in exchange.batches]:
+        if landed := [chunk.rows for chunk in exchange.chunks]:
             self._sums = k.new_empty((max(landed), *shape), dtype=dtype)
         # Without transfers in the last exchange there is nothing for the last heads to hide.
         moves_last = exchange.direct.leaving[-1] or exchange.direct.arriving[-1] or landed
@@ -234,37 +234,37 @@ class ReturningGradients:
         return self._buffers[(launch - 1) % 2][: self._exchange.rows[launch]]
 
     def messages(self, launch: int) -> list[Messages]:
-        """What returns the dK/dV of a launch, and the sums of the batch that ended before it; none
+        """What returns the dK/dV of a launch, and the sums of the chunk that ended before it; none
         for launches < 1."""
         if launch < 1:
             return []
         return [
-            flow.send_back(group, grads, returned)
-            for flow, group, grads, returned, _ in self._moves(launch)
+            flow.send_back(transfer, grads, returned)
+            for flow, transfer, grads, returned, _ in self._moves(launch)
         ]
 
     def add(self, launch: int) -> None:
         """Adds the rows that `messages` of a launch have returned."""
         if launch < 1:
             return
-        batch = self._exchange.landed_for(launch)
-        if batch is not None and self._exchange.batches[batch].first == launch:
-            self._sums.zero_()  # after all sums of the batch before have left
-        for flow, group, grads, returned, to in self._moves(launch):
-            flow.add(group, grads, returned, to)
+        chunk = self._exchange.landed_for(launch)
+        if chunk is not None and self._exchange.chunks[chunk].first == launch:
+            self._sums.zero_()  # after all sums of the chunk before have left
+        for flow, transfer, grads, returned, to in self._moves(launch):
+            flow.add(transfer, grads, returned, to)
 
     def _moves(
         self, launch: int
     ) -> Iterator[tuple[FlowMessages, int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The flows that return rows after a launch: group, rows to return, those returned, and
+        """The flows that return rows after a launch: transfer, rows to return, those returned, and
         where to add them."""
         exchange, returned = self._exchange, self._returned
         if launch < len(exchange.rows):
             yield self._flows[0], launch, self.of_launch(launch), returned[0], self.local
         if exchange.landed_for(launch) is not None:
             yield self._flows[2], launch, self.of_launch(launch), returned[2], self._sums
-        if (batch := exchange.summed_after(launch)) is not None:
-            yield self._flows[1], batch, self._sums, returned[1], self.local
+        if (chunk := exchange.summed_after(launch)) is not None:
+            yield self._flows[1], chunk, self._sums, returned[1], self.local
 
     def last_heads(self) -> torch.Tensor:
         """(local_keys, 2, heads, d) for the heads that come last, to be stored."""

@@ -21,10 +21,9 @@ from ringfa3.errors import RingError
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
 from ringfa3.pass_interface import RingPass
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.planning.unshard import set_agreement
 from ringfa3.quantisation.dequantised import backward_keys
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.connect import connection
-from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import FakeTransport, Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
@@ -60,19 +59,6 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None, error: Exception) -> NoR
         except RingError as lost:
             raise error from lost
     raise error
-
-
-def _agree_anew(
-    group: dist.ProcessGroup, settings: dict[str, str], error: Exception | None
-) -> None:
-    """Before each `ContextPlan.unshard`: nobody would notice another rank's error later."""
-    if not is_fake(group):
-        RingGroup.of(group).agree(Settings(settings), error, anew=True)
-    elif error is not None:
-        raise error
-
-
-set_agreement(_agree_anew)
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -238,7 +224,7 @@ def prepare_call(
         if first:
             known.pop(key, None)  # it has not run
         raise
-    group.begin(call_settings, group.forward_of(lse))
+    group.begin(call_settings, group.calls.forward_of(lse))
     make_pass, messages = connection(group, q.device, transport, by_messages)
     pass_type = direction if messages else pass_type
     if messages is None and precision != "native":  # statistics go by messages

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
-from ringfa3.ring.entries import listed
+from ringfa3.errors import listed
 
 POLL_S = 0.005
 

@@ -1,4 +1,7 @@
-"""Rows that go from rank to rank by messages, as planning's `RowExchange` says, differentiably.
+"""Rows of a plan's tensors that go from rank to rank, differentiably.
+
+All rows go to every rank by a collective of the plan's group, `unshard`. Other exchanges, which a
+`RowExchange` describes, use messages.
 
 An exchange begins like a ring call: ranks agree on its settings once, and its messages match none
 of another call. So a rank that deviates later is an error on all ranks, neither a wrong result nor
@@ -11,14 +14,24 @@ import math
 from contextlib import nullcontext
 from itertools import accumulate
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
+from ringfa3.custom_op import custom_op, register_fake
 from ringfa3.kernels.streams import on
-from ringfa3.planning.row_exchange import RowExchange, set_move
+from ringfa3.planning.communication import (
+    Communication,
+    agreed_settings,
+    require_agreement,
+    select,
+    set_communication,
+)
+from ringfa3.planning.handles import from_handle, graph_handle
+from ringfa3.planning.row_exchange import RowExchange
 from ringfa3.planning.token_shards import TokenShards
-from ringfa3.planning.unshard import select
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.connect import connection
-from ringfa3.ring.entries import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import FakeTransport, Message, Transport
 from ringfa3.ring.process_group import is_fake
@@ -73,9 +86,6 @@ def move_rows(
     return rows
 
 
-set_move(move_rows)
-
-
 def _receive(
     x: torch.Tensor, exchange: RowExchange, plan: TokenShards, given: dict[str, str], of_call: int
 ) -> tuple[torch.Tensor, int]:
@@ -115,3 +125,70 @@ def _bytes(rows: torch.Tensor) -> list[torch.Tensor]:
     if not rows.numel():
         return []
     return [rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)]
+
+
+class Unshard(torch.autograd.Function):
+    """apply(x_local, plan, dim): `TokenShards.unshard`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x_local, plan, dim):  # type: ignore[no-untyped-def]
+        return gather_tokens(x_local, graph_handle(plan), dim, plan.total_tokens)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        _, ctx.plan, ctx.dim = inputs
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return ctx.plan.shard(grad, ctx.dim), None, None
+
+
+@custom_op
+def gather_tokens(x_local: torch.Tensor, plan: int, dim: int, tokens: int) -> torch.Tensor:
+    """All `tokens` tokens along `dim`; `plan` is a plan's handle."""
+    context = from_handle(plan)
+    error, settings = None, {}
+    try:
+        settings = agreed_settings(x_local, context, dim)
+    except Exception as problem:  # whatever it is, the other ranks wait
+        error = problem
+    require_agreement(context.group if context.world > 1 else None, settings, error)
+    rows = x_local.movedim(dim, 0)
+    if context.world == 1:
+        gathered = rows.contiguous()
+    else:
+        padded = rows.new_zeros((max(context.tokens_per_rank), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in range(context.world)]
+        # as bytes: gloo and NCCL have no int16, and not every 8-bit float
+        dist.all_gather(
+            [x.view(torch.uint8) for x in parts], padded.view(torch.uint8), group=context.group
+        )
+        gathered = torch.cat([p[:n] for p, n in zip(parts, context.tokens_per_rank, strict=True)])
+    index = np.argsort(np.concatenate([context.index_of(r) for r in range(context.world)]))
+    return select(gathered, torch.from_numpy(index)).movedim(0, dim)
+
+
+@register_fake(gather_tokens)
+def _fake_gather(x_local: torch.Tensor, plan: int, dim: int, tokens: int) -> torch.Tensor:
+    rows = x_local.movedim(dim, 0)
+    return rows.new_empty((tokens, *rows.shape[1:])).movedim(0, dim)
+
+
+def unshard(x_local: torch.Tensor, plan: TokenShards, dim: int) -> torch.Tensor:
+    """As `TokenShards.unshard`, of a tensor."""
+    result: torch.Tensor = Unshard.apply(x_local, plan, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
+def agree_anew(group: dist.ProcessGroup, settings: dict[str, str], error: Exception | None) -> None:
+    """Before each `unshard`: nobody would notice another rank's error later."""
+    if not is_fake(group):
+        RingGroup.of(group).agree(Settings(settings), error, anew=True)
+    elif error is not None:
+        raise error
+
+
+set_communication(Communication(agree_anew, unshard, move_rows))

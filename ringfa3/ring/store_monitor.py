@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 
-from ringfa3.ring.entries import Settings
+from ringfa3.ring.calls import CallHistory, LatestCall, Settings
 from ringfa3.threads import JOIN_S
 
 PERIOD_S = 0.25  # between two polls
@@ -34,58 +32,17 @@ def _latest_key(rank: int) -> str:
     return f"ringfa3/latest/{rank}"
 
 
-class LatestCall(NamedTuple):
-    """The latest ring call of a rank.
-
-    forward   number of the forward call of which it is the backward; 0 for a forward call
-    history   digest of this call and those before it, the same on all ranks
-    refusals  how many calls were refused before: then ranks begin a new history
-    """
-
-    number: int
-    settings: Settings
-    forward: int = 0
-    history: int = 0
-    refusals: int = 0
-
-    def next(self, settings: Settings, forward: int) -> LatestCall:
-        """The call that follows."""
-        history = hash((self.history, forward, settings.digest))  # of whole numbers: no seed
-        return LatestCall(self.number + 1, settings, forward, history, self.refusals)
-
-    def refused(self, number: int) -> LatestCall:
-        """After the refusal of call `number`, or of one before it."""
-        return LatestCall(number, self.settings, 0, 0, self.refusals + 1)
-
-    @property
-    def id(self) -> int:
-        """28 bits that identify the call, the same on all ranks in it."""
-        return zlib.crc32(f"{self.number} {self.forward} {self.settings.key}".encode()) >> 4
-
-    def at(self, point: str) -> Settings:
-        """Its settings, with what ranks compare that have come so far."""
-        of = {"forward of this backward": f"call {self.forward}"} if self.forward else {}
-        return Settings({**self.settings, **of, "progress": f"call {self.number}, {point}"})
-
-    @property
-    def what(self) -> str:
-        """For messages."""
-        return f"backward of call {self.forward}" if self.forward else "forward"
-
-
 class GroupView(Protocol):
     """What the monitor reads of one rank's `RingGroup`, while that changes it.
 
     ranks         global ranks, for messages
     agreement_id  number of the latest agreement that the rank has entered
-    recent        its latest calls
     """
 
     ranks: list[int]
     rank: int
     world: int
-    latest: LatestCall
-    recent: deque[LatestCall]
+    calls: CallHistory
 
     @property
     def agreement_id(self) -> int: ...
@@ -152,7 +109,7 @@ class StoreMonitor(threading.Thread):
 
     def _poll(self) -> None:
         group = self._group
-        agreement_id, latest = group.agreement_id + 1, group.latest
+        agreement_id, latest = group.agreement_id + 1, group.calls.latest
         call = latest.number
         if self._store.check([FAILURE_KEY]):
             self.peer_failure = self._store.get(FAILURE_KEY).decode()
@@ -186,7 +143,7 @@ class StoreMonitor(threading.Thread):
         Hosts wait for no message here, and no message of equal size shows that its call differs.
         """
         group = self._group
-        recent = {call.number: call for call in list(group.recent)}
+        recent = {call.number: call for call in list(group.calls.recent)}
         for rank, peer in self._read_peers_latest_calls([(group.rank - 1) % group.world]):
             own = recent.get(peer.number)
             if own is None or own.refusals != peer.refusals or own.history == peer.history:

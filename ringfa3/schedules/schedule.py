@@ -143,9 +143,9 @@ class Schedule(NamedTuple):
 
     def plot(self, *others: Schedule) -> Figure:
         """A picture of the steps by stream, of this rank and of others; needs matplotlib."""
-        from ringfa3.schedules.plot import plot
+        from ringfa3.schedules.plot import marks_of, plot
 
-        return plot([x.steps for x in (self, *others)])
+        return plot([list(marks_of(x.steps)) for x in (self, *others)], "step of the host")
 
 
 class ScheduleBuilder:

@@ -23,8 +23,8 @@ from ringfa3.symmetric.ipc_memory import IpcMemory
 from ringfa3.symmetric.ring_pass import CallCache
 from ringfa3.symmetric.ring_program import (
     ARRIVAL_BYTES,
-    Begun,
     Inputs,
+    ProgramLaunch,
     ReplayableCall,
     RingProgram,
     Tensors,
@@ -322,11 +322,11 @@ class SymmetricBackend:
 
     def replay(self, program: RingProgram, inputs: Inputs, stream: CurrentStream) -> Tensors:
         """As `Backend.replay`. Raises as `RingProgram.run`."""
-        _, waits = self.begun(program)
+        _, waits = self.prepare_launch(program)
         return program.run(inputs, stream, waits)
 
-    def begun(self, program: RingProgram) -> Begun:
-        """As `Backend.begun`: counts waits that are about to be issued, and passes them to the
+    def prepare_launch(self, program: RingProgram) -> ProgramLaunch:
+        """As `Backend.prepare_launch`: counts the waits of the launch, and passes them to the
         watchdog."""
         before, call = tuple(self._waits.values()), self.group.call
         for stream, waits in program.waits:
@@ -338,7 +338,7 @@ class SymmetricBackend:
         what, sender = wait
         return f"{what} rank {self.ranks[sender]}"
 
-    def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> Begun | None:
+    def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> ProgramLaunch | None:
         """As `ReplayableCall.begin`."""
         if self.cache_version != call.cache_version or self.last_compute != call.compute:
             return None
@@ -349,7 +349,7 @@ class SymmetricBackend:
             return None
         self.captured = False
         self.calls += 1
-        return self.begun(program)
+        return self.prepare_launch(program)
 
     def serve(self) -> None:
         """After the self-test: a peer that does not answer in time loses the group."""

@@ -19,7 +19,7 @@ from ringfa3.kernels.launch import num_ctas
 from ringfa3.kernels.local_kv import LocalKV, Returns
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import current_builder
-from ringfa3.pass_interface import Attend, BegunCall, HopTensors, HostCode, LocalHeads
+from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads, PreparedLaunch
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.schedules.encoded import EncodedSchedule
@@ -28,8 +28,8 @@ from ringfa3.schedules.program_cache import ProgramCache
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
     Beginner,
-    Begun,
     Inputs,
+    ProgramLaunch,
     ReplayableCall,
     RingProgram,
     ScheduleBackend,
@@ -99,7 +99,7 @@ class Backend(Memory, Beginner, Protocol):
         """Issues the whole call under way by a program on the compute stream, and returns its
         results."""
 
-    def begun(self, program: RingProgram) -> Begun:
+    def prepare_launch(self, program: RingProgram) -> ProgramLaunch:
         """For the C++ launcher to issue the call under way."""
 
 
@@ -207,7 +207,7 @@ class SymmetricRingPass:
 
     def begin_prepared(
         self, k: torch.Tensor, settings: Hashable, layouts: bytes, stream: CurrentStream
-    ) -> BegunCall | None:
+    ) -> PreparedLaunch | None:
         """As `RingPass.begin_prepared`."""
         backend, library = self._backend, host.library()
         signature = Signature(self._pass_type, num_ctas(k.device), settings, layouts)
@@ -216,7 +216,7 @@ class SymmetricRingPass:
             return None
         parity = self._begin(schedule.spec, stream)
         call = self._replayable(library, signature, schedule, stream)
-        return call, backend.begun(call.program(parity))
+        return call, backend.prepare_launch(call.program(parity))
 
     def _replayable(
         self, library: Any, signature: Signature, schedule: EncodedSchedule, on: CurrentStream

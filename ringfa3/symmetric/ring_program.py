@@ -283,11 +283,13 @@ class Beginner(Protocol):
     def addresses(self, stream: CurrentStream, parity: int) -> Addresses:
         """Of the symbols of calls of a parity on a stream."""
 
-    def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> Begun | None:
+    def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> ProgramLaunch | None:
         """As `ReplayableCall.begin`."""
 
 
-Begun: TypeAlias = tuple[object, tuple[int, ...]]  # of a program; waits of earlier calls, by stream
+ProgramLaunch: TypeAlias = tuple[
+    object, tuple[int, ...]
+]  # of a program; waits of earlier calls, by stream
 
 
 class ReplayableCall:
@@ -332,7 +334,7 @@ class ReplayableCall:
         self._programs[parity] = made = RingProgram(library, held, schedule.waits)
         return made
 
-    def begin(self, lse: torch.Tensor | None) -> Begun | None:
+    def begin(self, lse: torch.Tensor | None) -> ProgramLaunch | None:
         """Begins the call. None, and nothing has begun: Python must look at it.
 
         lse: of a backward, by which it names its forward call

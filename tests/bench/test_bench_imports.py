@@ -1,5 +1,5 @@
-"""Packages of the benchmarks import one way: common <- attention, ring, fp8, cluster; these
-<- tables."""
+"""If this fails, a benchmark cannot be changed without the others. Packages of the benchmarks
+import one way: common <- attention, ring, fp8, cluster; these <- tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The comparison with transformers' attention: a whole run, two ranks, wrong gradients, a peer."""
+"""If this fails, the published errors of Hugging Face models under a ring are wrong. The comparison
+with transformers' attention: a whole run, two ranks, wrong gradients, a peer."""
 
 from __future__ import annotations
 

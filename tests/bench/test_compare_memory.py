@@ -1,4 +1,5 @@
-"""The paired timing of `memory`: a whole run, what its settings do, and settings that disagree."""
+"""If this fails, the published memory and speed of the trainer's memory settings are wrong. The
+paired timing of `memory`: a whole run, what its settings do, and settings that disagree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two groups of training runs: shared settings, means over steps, the table."""
+"""If this fails, groups of training runs are compared at other steps or settings than the table
+names. Two groups of training runs: shared settings, means over steps, the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The comparison of trainers: samples, alternation, ratios and bars, failures, a whole run."""
+"""If this fails, the comparison with other trainers is unfair, or hides a failure. The comparison
+of trainers: samples, alternation, ratios and bars, profiles, failures, a whole run."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import torch
 from benchmarks import hf_ring_flash_attn
 from benchmarks.compare_trainers import __main__ as compare_trainers
 from benchmarks.compare_trainers.__main__ import SideError, main, ratios
+from benchmarks.compare_trainers.profile import report
 from benchmarks.compare_trainers.sides import (
     COMPILED,
     OWN,
@@ -23,6 +25,7 @@ from benchmarks.compare_trainers.sides import (
     Alternation,
     Settings,
 )
+from benchmarks.compare_trainers.stopwatch import RECORDED, Stopwatch
 from ringfa3.hf import batch
 
 TINY = Settings("tiny", 2048, 2, 3, recompute=False, fa3=None, device="cpu")
@@ -72,6 +75,7 @@ def test_best_fit_packing_restores_full_samples_that_differ(
         (["--ranks", "1"], "--ranks 1: it must be at least 2"),
         (["--sides", "ring", "rows"], "--sides rows: PyTorch's context parallelism needs GPUs"),
         (["--sides", "peer"], "--sides peer: it needs --fa3"),
+        (["--profile"], "--profile: it shows kernels, and needs GPUs"),
         (["--fa3", "missing.so"], "--fa3 missing.so: no such file"),
     ],
 )
@@ -156,6 +160,80 @@ def test_a_side_that_fails_leaves_the_figures_of_the_others(
     assert main([*SMALL, "--sides", "own", "ring", "--out", str(tmp_path)]) == 1
     assert "its last line" in capsys.readouterr().out
     assert list(json.loads((tmp_path / "trainers.json").read_text())["sides"]) == ["ring"]
+
+
+def event(cat: str, name: str, begin_ms: float, ms: float, id: int = 0, **args: Any) -> Any:
+    times = {"ts": 1e3 * begin_ms, "dur": 1e3 * ms, "pid": 1, "tid": 1}
+    return {"ph": "X", "cat": cat, "name": name, "args": {"External id": id, **args}, **times}
+
+
+def test_a_profile_has_kernels_by_op_own_times_of_ops_and_gaps() -> None:
+    """Milliseconds of one of two steps: every total is half of what the trace has."""
+    shapes = {"Input Dims": [[2], [4, 8], []], "Input type": ["int", "float", "Scalar"]}
+    lines = report(
+        [
+            {"ph": "M", "name": "process_name"},
+            event("cpu_op", "aten::linear", 0, 10, 1),
+            event("cpu_op", "aten::mm", 0, 6, 2, **shapes),
+            event("cuda_runtime", "cudaLaunchKernel", 5, 1, 2),
+            event("cpu_op", "aten::item", 26, 10, 3),
+            event("kernel", "gemm", 5, 15, 2),
+            event("kernel", "ncclDevKernel", 4, 22, 4),
+            event("gpu_memcpy", "copy", 34, 2, 3),
+            event("kernel", "gemm", 36, 9, 2),
+        ]
+    ).splitlines()
+    assert lines[0] == "a recorded step 20.50 ms: idle 19.5%, in NCCL alone 17.1%"
+    assert lines[1] == "kernels: 2 a step, 24.00 ms"
+    assert [line.split() for line in lines[3:6]] == [
+        ["12.00", "1", "aten::mm", "float", "[4,", "8]", "gemm"],
+        ["11.00", "0", "-", "ncclDevKernel"],
+        ["1.00", "0", "aten::item", "copy"],
+    ]
+    own = [line.split() for line in lines[9:13]]
+    assert [(x[0], x[2]) for x in own] == [
+        ("5.00", "aten::item"),
+        ("2.50", "aten::mm"),
+        ("2.00", "aten::linear"),
+        ("0.50", "cudaLaunchKernel"),
+    ]
+    assert lines[14].split(";") == ["    8.00  aten::item 8.00", " from ncclDevKernel to copy"]
+    assert len(lines) == 15
+    with pytest.raises(ValueError, match="no kernels"):
+        report([event("cpu_op", "aten::mm", 0, 6)])
+
+
+def test_a_profile_is_printed_and_written_for_each_side(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(side: str, folder: Path, *_: object) -> dict[str, Any]:
+        assert json.loads((folder / "settings.json").read_text())["profile"]
+        trace = {"traceEvents": [event("kernel", f"kernel of {side}", 0, 2)]}
+        (folder / "trace.json").write_text(json.dumps(trace))
+        return {"seconds": {side: [0.25, 0.75, 9.0, 9.0, 9.0]}}
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(compare_trainers, "run", run)
+    assert main([*SMALL, "--profile", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for side in ("ring", "own"):
+        text = (tmp_path / f"profile-{side}.txt").read_text()
+        assert f"{side}: 500.0 ms a step" in text
+        assert f"kernel of {side}" in text
+        assert text in printed
+    assert not (tmp_path / "trainers.json").exists()
+
+
+def test_a_trace_has_the_last_steps(tmp_path: Path) -> None:
+    watch = Stopwatch(6, trace=tmp_path / "trace.json")
+    for step in range(6):
+        torch.zeros(step + 1)
+        watch.step_done()
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    made = [x["args"]["Concrete Inputs"][0] for x in trace if x["name"] == "aten::zeros"]
+    assert made == ["[5]", "[6]"]
+    assert len(made) == RECORDED
+    assert len(watch.seconds(5)) == 5
 
 
 @pytest.mark.soak

@@ -1,4 +1,5 @@
-"""`benchmarks.fp8_backward_errors`: its reference is the gradient, and it rounds what it names."""
+"""If this fails, the reason why no FP8 backward exists is not the measured one.
+`benchmarks.fp8_backward_errors`: its reference is the gradient, and it rounds what it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The file that `benchmarks.measure_hardware` writes, of figures that no GPU measured."""
+"""If this fails, the file of a new GPU's speeds makes predictions wrong. The file that
+`benchmarks.measure_hardware` writes, of figures that no GPU measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The benchmark of plans of masks: what its masks are, and what it prints."""
+"""If this fails, the published cost of planning masks is that of other masks. The benchmark of
+plans of masks: what its masks are, and what it prints."""
 
 from __future__ import annotations
 

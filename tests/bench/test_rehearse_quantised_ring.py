@@ -1,4 +1,5 @@
-"""The rehearsal of rings in 8 bits: a whole run on the CPU, and ranks that fail."""
+"""If this fails, the rehearsal of 8-bit rings hangs, or measures another ring. The rehearsal of
+rings in 8 bits: a whole run on the CPU, and ranks that fail."""
 
 from __future__ import annotations
 

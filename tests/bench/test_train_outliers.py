@@ -1,4 +1,6 @@
-"""The training runs with outliers in K: what they plant, and the backward that they contrast."""
+"""If this fails, the published training runs with outliers show another effect than that of the
+backward. The training runs with outliers in K: what they plant, and the backward that they
+contrast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The cache makes an entry once and whole, also if locks fail. A script stands in for nvcc."""
+"""If this fails, processes compile a kernel twice, wait forever, or load half a library. The cache
+makes an entry once and whole, also if locks fail. A script stands in for nvcc."""
 
 from __future__ import annotations
 

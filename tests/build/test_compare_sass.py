@@ -1,4 +1,5 @@
-"""The comparison of two builds' machine code, on listings and remarks that compilers wrote."""
+"""If this fails, a change of the machine code passes as none. The comparison of two builds' machine
+code, on listings and remarks that compilers wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The paired timing of two builds: its refusals, and which build it calls."""
+"""If this fails, two builds of the kernels are compared, and one of them runs on both sides. The
+paired timing of two builds: its refusals, and which build it calls."""
 
 from __future__ import annotations
 

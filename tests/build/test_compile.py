@@ -1,4 +1,5 @@
-"""The build and its command line. Scripts stand in for nvcc and cuobjdump."""
+"""If this fails, `python -m ringfa3.build` compiles the wrong kernels, or hides an error of the
+compiler. The build and its command line. Scripts stand in for nvcc and cuobjdump."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""CUTLASS's headers: their sources in order, and the one download, by the real pip, offline."""
+"""If this fails, kernels cannot be compiled where CUTLASS is missing or downloads fail. CUTLASS's
+headers: their sources in order, and the one download, by the real pip, offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The build of the host library, with a stand-in for g++; tests/test_host.py compiles it."""
+"""If this fails, calls start in Python although a compiler is there, or the build of the launcher
+fails. The build of the host library, with a stand-in for g++; tests/test_host.py compiles it."""
 
 from __future__ import annotations
 

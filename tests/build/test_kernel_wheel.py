@@ -1,4 +1,5 @@
-"""Wheels with compiled kernels: their tags, what is in them, and that other machines load them."""
+"""If this fails, a wheel with kernels installs where it cannot run, or lacks kernels. Wheels with
+compiled kernels: their tags, what is in them, and that other machines load them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""ninja and the compilers that it runs: interrupts, errors and what they leave behind."""
+"""If this fails, an interrupted build leaves compilers running, or reports no cause. ninja and the
+compilers that it runs: interrupts, errors and what they leave behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kernels of an installed wheel: which are found, and what happens to those that do not fit."""
+"""If this fails, an installed wheel compiles again, or runs damaged kernels. Kernels of an
+installed wheel: which are found, and what happens to those that do not fit."""
 
 from __future__ import annotations
 

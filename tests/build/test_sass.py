@@ -1,4 +1,5 @@
-"""Faults in machine code: listings and remarks of real compilers, as they are and spoilt."""
+"""If this fails, a kernel with serialised products or spills is released, and is slow. Faults in
+machine code: listings and remarks of real compilers, as they are and spoilt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The choice of a compiler, and the errors without one. Scripts stand in for nvcc."""
+"""If this fails, the build takes a compiler that miscompiles, or reports none without the remedy.
+The choice of a compiler, and the errors without one. Scripts stand in for nvcc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""States of PyTorch that must change no bit of a result, on one GPU and several: `pytest -m gpu`.
+"""If this fails, results on a GPU depend on PyTorch's defaults, modes or streams. States of PyTorch
+that must change no bit of a result, on one GPU and several: `pytest -m gpu`.
 
 The reference of each call is the same call outside of the state; the tolerance is 0. Each call runs
 three times under a state and outside: the host library records the second and replays the third.

@@ -1,4 +1,5 @@
-"""The backward kernels on a Hopper GPU against float64: `pytest -m gpu`."""
+"""If this fails, gradients on a GPU are wrong. The backward kernels on a Hopper GPU against
+float64: `pytest -m gpu`."""
 
 from __future__ import annotations
 

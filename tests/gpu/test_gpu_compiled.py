@@ -1,4 +1,5 @@
-"""Compiled calls, transforms and imports of attention on a GPU."""
+"""If this fails, `torch.compile` on a GPU fails, or computes other results. Compiled calls,
+transforms and imports of attention on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Keys far below their row's leader, or below earlier hops, on a Hopper GPU: `pytest -m gpu`."""
+"""If this fails, keys with small weights are lost, or become NaN. Keys far below their row's
+leader, or below earlier hops, on a Hopper GPU: `pytest -m gpu`."""
 
 from __future__ import annotations
 

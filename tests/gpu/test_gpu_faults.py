@@ -1,4 +1,5 @@
-"""Faults on several GPUs: refused calls, errors at the end of a backward: `pytest -m gpu`.
+"""If this fails, a fault on one GPU hangs the other ranks, or gives them wrong numbers. Faults on
+several GPUs: refused calls, errors at the end of a backward: `pytest -m gpu`.
 
 Each worker prints what it saw, and ends itself after `LIMIT_S` seconds.
 """

@@ -1,4 +1,5 @@
-"""The forward kernels on a Hopper GPU against float64: `pytest -m gpu`."""
+"""If this fails, outputs on a GPU are wrong. The forward kernels on a Hopper GPU against float64:
+`pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ring calls over `symmetric` in CUDA graphs: `pytest -m gpu tests/gpu/test_gpu_graphs.py`."""
+"""If this fails, CUDA graphs of ring calls hang, or replay wrong numbers. Ring calls over
+`symmetric` in CUDA graphs: `pytest -m gpu tests/gpu/test_gpu_graphs.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Head dims below a kernel's own on a Hopper GPU, against float64: `pytest -m gpu`."""
+"""If this fails, head dims between those of the kernels give wrong results on a GPU. Head dims
+below a kernel's own on a Hopper GPU, against float64: `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calls that start in C++ against calls that start in Python, bit for bit: `pytest -m gpu`.
+"""If this fails, calls that start in C++ compute other bits than those that start in Python. Calls
+that start in C++ against calls that start in Python, bit for bit: `pytest -m gpu`.
 
 Each call runs in Python, then three times with the host library: it builds the program, then it is
 replayed twice, the last time on other tensors with equal shapes.

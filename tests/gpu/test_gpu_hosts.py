@@ -1,4 +1,5 @@
-"""Rings over NCCL of several hosts, on the GPUs of one: `pytest -m gpu`."""
+"""If this fails, rings over several hosts give wrong results. Rings over NCCL of several hosts, on
+the GPUs of one: `pytest -m gpu`."""
 
 from __future__ import annotations
 

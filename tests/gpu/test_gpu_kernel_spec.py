@@ -1,4 +1,5 @@
-"""Plans that another process has prepared, against calls that start in Python, bit for bit:
+"""If this fails, plans from a data loader's worker give other results than plans of the process
+itself. Plans that another process has prepared, against calls that start in Python, bit for bit:
 `pytest -m gpu`."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What groups take on GPUs, and give back: communicators of their own and shared memory."""
+"""If this fails, groups that end keep GPU memory or communicators, until a job runs out of them.
+What groups take on GPUs, and give back: communicators of their own and shared memory."""
 
 from __future__ import annotations
 

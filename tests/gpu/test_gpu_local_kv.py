@@ -1,4 +1,5 @@
-"""The kernels for a rank's local K/V on a Hopper GPU against the reference: `pytest -m gpu`."""
+"""If this fails, a rank publishes or adds up its K/V and dK/dV wrongly. The kernels for a rank's
+local K/V on a Hopper GPU against the reference: `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Long sequences on a Hopper GPU: `pytest -m "gpu and soak" tests/gpu/test_gpu_long.py`."""
+"""If this fails, long contexts give wrong results. Long sequences on a Hopper GPU: `pytest -m "gpu
+and soak" tests/gpu/test_gpu_long.py`."""
 
 from __future__ import annotations
 

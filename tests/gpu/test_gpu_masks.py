@@ -1,4 +1,5 @@
-"""Random masks on one GPU and on several, against float64 on the GPU: `pytest -m gpu`."""
+"""If this fails, masks give wrong results on GPUs. Random masks on one GPU and on several, against
+float64 on the GPU: `pytest -m gpu`."""
 
 from __future__ import annotations
 

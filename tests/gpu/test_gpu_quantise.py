@@ -1,4 +1,5 @@
-"""The quantisation kernels on a Hopper GPU against their definition: `pytest -m gpu`."""
+"""If this fails, 8-bit attention on a GPU rounds its operands in another way than documented. The
+quantisation kernels on a Hopper GPU against their definition: `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The ring over NCCL on real GPUs, against float64 on one device: `pytest -m gpu`."""
+"""If this fails, rings over NCCL give wrong results. The ring over NCCL on real GPUs, against
+float64 on one device: `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Long runs and killed ranks: `pytest -m gpu tests/gpu/test_gpu_ring_long.py`."""
+"""If this fails, long training over a ring drifts, or a killed rank hangs the others. Long runs and
+killed ranks: `pytest -m gpu tests/gpu/test_gpu_ring_long.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import torch
 from ringfa3 import host, plan_context, ring_attn_func
 from ringfa3.symmetric.backend import DriverCalls, SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
-from ringfa3.symmetric.ring_program import Begun, RingProgram
+from ringfa3.symmetric.ring_program import ProgramLaunch, RingProgram
 from tests.gpu.test_gpu_symmetric import Layer
 from tests.support.gpus import join, require_gpus, spawn, worlds
 from tests.support.ranks import free_port
@@ -90,7 +91,7 @@ def _train(rank: int, world: int, port: int, folder: str, executor: str) -> None
     plan = plan_context(8192 * world)
     x = torch.randn(plan.local_tokens, 8, 128, device="cuda").bfloat16().requires_grad_()
     step, forward, issued = 0, True, 0
-    issue, begun = SymmetricBackend.issue, SymmetricBackend.begun
+    issue, begun = SymmetricBackend.issue, SymmetricBackend.prepare_launch
 
     def kill() -> None:
         (Path(folder) / "killed").touch()
@@ -103,12 +104,12 @@ def _train(rank: int, world: int, port: int, folder: str, executor: str) -> None
         if rank == LOST and step == 2 and issued == 4:
             kill()
 
-    def begin(backend: SymmetricBackend, program: RingProgram) -> Begun:
+    def begin(backend: SymmetricBackend, program: RingProgram) -> ProgramLaunch:
         if rank == LOST and step == 2 and not forward:
             kill()
         return begun(backend, program)
 
-    SymmetricBackend.issue, SymmetricBackend.begun = issue_some, begin  # type: ignore[method-assign]
+    SymmetricBackend.issue, SymmetricBackend.prepare_launch = issue_some, begin  # type: ignore[method-assign]
     for step in range(1000):  # noqa: B007
         forward = True
         out = ring_attn_func(x, x, x, plan, transport="symmetric")

@@ -1,4 +1,5 @@
-"""Rings over `symmetric` whose calls start in C++, against those that start in Python, bit for bit.
+"""If this fails, ring calls that start in C++ compute other bits than those that start in Python.
+Rings over `symmetric` whose calls start in C++, against those that start in Python, bit for bit.
 
 Each rank has a GPU of its own or, where there are too few, all ranks share the first one: their
 memory, signals and driver calls are the same there, and only their kernels take turns.

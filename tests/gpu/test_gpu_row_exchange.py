@@ -1,4 +1,5 @@
-"""Shifts, halos and remaps of rows between GPUs, over NCCL: equal bits. `pytest -m gpu`."""
+"""If this fails, shifted labels, halos and recurrent layers get other ranks' rows wrongly on GPUs.
+Shifts, halos and remaps of rows between GPUs, over NCCL: equal bits. `pytest -m gpu`."""
 
 from __future__ import annotations
 

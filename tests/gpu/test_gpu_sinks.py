@@ -1,4 +1,5 @@
-"""Sinks in the kernels on a Hopper GPU, against float64: `pytest -m gpu`."""
+"""If this fails, sinks give wrong outputs or gradients on a GPU. Sinks in the kernels on a Hopper
+GPU, against float64: `pytest -m gpu`."""
 
 from __future__ import annotations
 

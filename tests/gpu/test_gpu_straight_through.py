@@ -1,4 +1,5 @@
-"""Gradients of 8-bit attention on a Hopper GPU, against the rounded function's in float64."""
+"""If this fails, gradients of 8-bit attention on a GPU are those of another function. Gradients of
+8-bit attention on a Hopper GPU, against the rounded function's in float64."""
 
 from __future__ import annotations
 

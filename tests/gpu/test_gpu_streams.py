@@ -1,4 +1,5 @@
-"""Launches on streams that share a handle, and raw captures beside uploads: `pytest -m gpu`."""
+"""If this fails, launches on side streams race with each other. Launches on streams that share a
+handle, and raw captures beside uploads: `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The `symmetric` transport on GPUs that share NVLink: `pytest -m gpu tests/gpu`.
+"""If this fails, rings over peers' memory give wrong results, or hang. The `symmetric` transport on
+GPUs that share NVLink: `pytest -m gpu tests/gpu`.
 
 Run it before timing anything over this transport.
 """

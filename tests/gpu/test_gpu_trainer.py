@@ -1,4 +1,5 @@
-"""Engines, compiled blocks and predictions: `pytest -m gpu tests/gpu/test_gpu_trainer.py`.
+"""If this fails, training on GPUs differs by engine, or its predicted memory and time are wrong.
+Engines, compiled blocks and predictions: `pytest -m gpu tests/gpu/test_gpu_trainer.py`.
 
 Whole runs on two GPUs, or on one. The reference is ddp with uncompiled blocks. Tolerance: each loss
 within 0.1%, each gradient norm within 1%; bfloat16 itself rounds by up to 0.2 to 0.4%. The tests

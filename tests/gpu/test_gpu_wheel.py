@@ -1,4 +1,5 @@
-"""A wheel with kernels on a machine without compilers: `pytest -m gpu tests/gpu/test_gpu_wheel.py`.
+"""If this fails, the wheel does not run on a machine without a compiler. A wheel with kernels on a
+machine without compilers: `pytest -m gpu tests/gpu/test_gpu_wheel.py`.
 
 RINGFA3_WHEEL names the wheel. Without it the test builds one, for which it needs the extra `wheel`
 and perhaps four minutes.

@@ -1,7 +1,9 @@
-"""`shard_batch`: a trainer's batch as a rank's tokens, labels and plan."""
+"""If this fails, a trainer under a ring trains on wrong tokens or labels. `shard_batch`: a
+trainer's batch as a rank's tokens, labels and plan."""
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.hf import shard_batch
+from ringfa3.hf.batch import READING, read_batch
+from ringfa3.hf.ring_layer import _check_positions
 from tests.support.ranks import Ranks
 
 IDS = torch.arange(1, 13).view(2, 6)
@@ -98,6 +102,7 @@ def test_shift_labels_are_taken_as_they_are() -> None:
         ({"token_type_ids": IDS}, "token_type_ids: a batch under a ring has input_ids, labels"),
         ({"pixel_values": IDS, "mm": 1}, "pixel_values, mm: a batch under a ring"),
         ({"input_ids": IDS[0]}, r"input_ids must be a \(batch, tokens\) tensor, not shape \(6,\)"),
+        ({"input_ids": IDS[:, :0]}, r"input_ids must be a .* not shape \(2, 0\)"),
         ({"input_ids": None}, "input_ids must be a .* not NoneType"),
         ({"labels": None}, "labels are missing"),
         ({"labels": IDS.float()}, r"labels has dtype torch\.float32: give whole numbers"),
@@ -117,17 +122,51 @@ def test_what_is_not_expressible_is_refused(given: dict[str, Any], problem: str)
         shard_batch(batch(**given))
 
 
-def _alone(group: dist.ProcessGroup, tokens: int) -> tuple[int, list[int], int]:
-    ids = torch.arange(1, tokens + 1)[None]
-    inputs, plan, num_labels = shard_batch({"input_ids": ids, "labels": ids}, group)
+@pytest.mark.parametrize("hidden", [None, slice(10, 12), slice(0, 11)])
+def test_a_batch_that_was_read_before_is_not_read_again(hidden: slice | None) -> None:
+    """Tensors of the device "meta" have no values: as on a GPU, looking at them would cost."""
+    given = {"input_ids": IDS.view(1, 12), "labels": LABELS.view(1, 12)}
+    if hidden is not None:
+        mask = torch.ones(1, 12, dtype=torch.long)
+        mask[:, hidden] = 0
+        given |= {"attention_mask": mask, "labels": given["labels"].where(mask > 0, -100)}
+        given["labels"][0, hidden.stop % 12] = -100  # it would be predicted from padding
+    expected, plan, _ = shard_batch(given, None)
+    reading = pickle.loads(pickle.dumps(read_batch(given)))  # as from a worker of a loader
+    moved = {name: x.to("meta") for name, x in given.items()}
+    inputs, same, num_labels = shard_batch({**moved, READING: reading})
+    assert same is plan
+    assert num_labels.is_meta
+    shapes = {name: x.shape for name, x in expected.items() if isinstance(x, torch.Tensor)}
+    assert {name: inputs[name].shape for name in shapes} == shapes
+    _check_positions(plan, inputs["position_ids"])  # does not look either
+    with pytest.raises(NotImplementedError, match="meta"):
+        _check_positions(plan, plan.positions[None].to("meta"))
+    with pytest.raises(NotImplementedError, match="meta"):
+        shard_batch(moved)
+
+
+def test_a_wrong_batch_is_read_without_an_error_and_refused_later() -> None:
+    reading = pickle.loads(pickle.dumps(read_batch(batch(labels=LABELS[:1]))))
+    with pytest.raises(ValueError, match=r"labels must have the shape \(2, 6\)"):
+        shard_batch(batch(**{READING: reading}))
+
+
+def _alone(group: dist.ProcessGroup, tokens: int, padding: int = 0) -> tuple[int, list[int], int]:
+    ids = torch.arange(1, tokens + padding + 1)[None]
+    given = {"input_ids": ids, "labels": ids.where(ids <= tokens, -100)}
+    if padding:
+        given["attention_mask"] = ids <= tokens
+    inputs, plan, num_labels = shard_batch(given, group)
     return inputs["input_ids"].shape[1], plan.lengths.tolist(), int(num_labels)
 
 
 def test_a_rank_never_has_no_token(ranks: Ranks) -> None:
     """transformers fails there. A document without loss is added."""
-    found = ranks.run(3, _alone, 2)
-    assert all(tokens > 0 for tokens, _, _ in found)
-    assert [(lengths, labels) for _, lengths, labels in found] == [([2, 6], 1)] * 3
+    for padding in (0, 3):
+        found = ranks.run(3, _alone, 2, padding)
+        assert all(tokens > 0 for tokens, _, _ in found)
+        assert [(lengths, labels) for _, lengths, labels in found] == [([2, 6], 1)] * 3
     assert [lengths for _, lengths, _ in ranks.run(3, _alone, 7)] == [[7]] * 3
 
 

@@ -1,4 +1,5 @@
-"""`torch.compile(fullgraph=True)` of models on RingFA3, against the same models uncompiled."""
+"""If this fails, compiled models of transformers compute other results.
+`torch.compile(fullgraph=True)` of models on RingFA3, against the same models uncompiled."""
 
 from __future__ import annotations
 

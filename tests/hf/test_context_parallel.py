@@ -1,4 +1,5 @@
-"""Models of transformers under the ring, against each document alone with eager attention."""
+"""If this fails, models of transformers under a ring compute other results than alone. Models of
+transformers under the ring, against each document alone with eager attention."""
 
 from __future__ import annotations
 

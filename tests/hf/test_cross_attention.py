@@ -1,4 +1,5 @@
-"""Encoder-decoder models: the keys of cross-attention are as many as the encoder's tokens.
+"""If this fails, encoder-decoder models attend to the wrong keys. Encoder-decoder models: the keys
+of cross-attention are as many as the encoder's tokens.
 
 The reference is transformers' sdpa attention, or eager where a model has no sdpa, in float64:
 logits and gradients where the decoder's mask is 1, within 1e-12.

@@ -1,4 +1,5 @@
-"""Encoder-decoder models on `target.cross(source)`: packed pairs, on one device and in rings.
+"""If this fails, packed pairs of encoder-decoder models mix with each other. Encoder-decoder models
+on `target.cross(source)`: packed pairs, on one device and in rings.
 
 The reference is transformers' eager attention in float64, on the same pairs as a padded batch:
 logits of all tokens that are no padding, and gradients, within 1e-12 of the largest number.

@@ -1,4 +1,5 @@
-"""Models of transformers in float32, the dtype of tests of users.
+"""If this fails, models of transformers in float32 are inexact. Models of transformers in float32,
+the dtype of tests of users.
 
 The reference is the same model with eager attention in float64: logits and gradients differ by at
 most 1e-5 of the largest number. Eager attention in float32 has an error of 1e-6.

@@ -1,4 +1,5 @@
-"""Models with gated delta nets under a ring, against each document alone on one process."""
+"""If this fails, models with recurrent layers lose their state at the borders of ranks. Models with
+gated delta nets under a ring, against each document alone on one process."""
 
 from __future__ import annotations
 

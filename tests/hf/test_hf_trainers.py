@@ -1,4 +1,5 @@
-"""Trainers under a ring, against the stock trainer on one process."""
+"""If this fails, `Trainer` and `SFTTrainer` under a ring train another model than on one process.
+Trainers under a ring, against the stock trainer on one process."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import transformers
 from accelerate import ParallelismConfig
 
 import ringfa3.hf
+from ringfa3.hf.batch import READING
 from ringfa3.hf.trainer import ContextParallel, _refuse
 from tests.support.hf_models import model_of
 from tests.support.hf_trainers import Case, Outcome, run
@@ -176,7 +178,8 @@ def _trainer(**changes: Any) -> SimpleNamespace:
     """What `_refuse` reads of a trainer that is right, with changes: `args_x` changes `args.x`."""
     args = SimpleNamespace(
         world_size=2, label_smoothing_factor=0.0, torch_compile=False, use_liger_kernel=False,
-        auto_find_batch_size=False, deepspeed=None, n_gpu=1, loss_type="nll",
+        liger_kernel_config=None, auto_find_batch_size=False, deepspeed=None, n_gpu=1,
+        loss_type="nll",
         accelerator_config=SimpleNamespace(dispatch_batches=None),
     )  # fmt: skip
     model = model_of("llama", "ringfa3")
@@ -196,6 +199,11 @@ class _Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         return iter([])
 
 
+LIGER = {
+    "args_use_liger_kernel": True,
+    "args_liger_kernel_config": {"fused_linear_cross_entropy": False},
+}
+LIGER_LOSS = {"fused_linear_cross_entropy": False, "cross_entropy": True}
 DISPATCH = SimpleNamespace(dispatch_batches=False)
 PROMPT = SimpleNamespace(
     config=model_of("llama", "ringfa3").config,
@@ -225,7 +233,19 @@ PROMPT = SimpleNamespace(
         ({"compute_loss_func": print}, "compute_loss_func under a ring: .* logits alone"),
         ({"compute_metrics": print}, "compute_metrics under a ring: .* logits alone"),
         ({"args_torch_compile": True}, "torch_compile=True"),
-        ({"args_use_liger_kernel": True}, "use_liger_kernel=True"),
+        ({"args_use_liger_kernel": True}, "use_liger_kernel=True under a ring: Liger's losses"),
+        ({**LIGER, "args_liger_kernel_config": {}}, "use_liger_kernel=True under a ring"),
+        (
+            {
+                **LIGER,
+                "args_liger_kernel_config": {
+                    "fused_linear_cross_entropy": False,
+                    "cross_entropy": True,
+                },
+            },
+            "use_liger_kernel=True",
+        ),
+        (LIGER, None),
         ({"args_auto_find_batch_size": True}, "auto_find_batch_size=True"),
         (
             {"args_deepspeed": "zero3.json"},
@@ -246,6 +266,37 @@ def test_settings_that_are_not_right_are_named(
         return
     with pytest.raises(ValueError, match=problem):
         _refuse(_trainer(**changes))
+
+
+class _Passed(transformers.Trainer):  # type: ignore[misc]
+    """It could change a batch after the collator has made it."""
+
+    def training_step(self, *arguments: Any, **keywords: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(("cls", "ahead"), [(transformers.Trainer, True), (_Passed, False)])
+def test_a_loader_reads_batches_that_no_subclass_changes(cls: type, ahead: bool) -> None:
+    made = ringfa3.hf.context_parallel(cls)
+    trainer = object.__new__(type("Mine", (made,), {}))
+    collator = trainer.data_collator = transformers.DataCollatorWithFlattening()
+    for cp in (1, 2):
+        trainer.get_cp_size = lambda cp=cp: cp
+        with trainer._reading_ahead():
+            batch = trainer.data_collator([{"input_ids": [1, 2]}, {"input_ids": [3]}])
+        assert trainer.data_collator is collator
+        assert (READING in batch) == (ahead and cp > 1)
+    assert not ahead or batch[READING].cumulative == [0, 2, 3]
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="version 4 builds them elsewhere")
+def test_buckets_of_ddp_are_the_gradients_of_a_group(tmp_path: Path) -> None:
+    trainer = object.__new__(ringfa3.hf.context_parallel(transformers.Trainer))
+    trainer.model = None
+    for config in (None, ContextParallel(2)):
+        trainer.args = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+        trainer.args.parallelism_config = config
+        (handler,) = trainer._build_accelerator_args()["kwargs_handlers"]
+        assert handler.gradient_as_bucket_view == (config is not None)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", None])

@@ -1,4 +1,5 @@
-"""Under a ring a model is right or refused by name: whatever mixes tokens must be attention."""
+"""If this fails, a model that mixes tokens outside of attention trains wrongly without an error.
+Under a ring a model is right or refused by name: whatever mixes tokens must be attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Text models with positions on several axes (M-RoPE) and image tokens, over a ring.
+"""If this fails, models with images get wrong positions or gradients under a ring. Text models with
+positions on several axes (M-RoPE) and image tokens, over a ring.
 
 The reference is transformers' eager attention on one process, whose model reads the pictures and
 makes the positions itself: logits, and gradients of the vision tower too, summed over the ranks,

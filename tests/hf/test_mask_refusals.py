@@ -1,5 +1,6 @@
-"""What `ringfa3_mask` and `ringfa3_plan` cannot reach is a ValueError: towers, cross-attention,
-layers without attention, and positions that differ from the mask's."""
+"""If this fails, a mask is ignored without an error. What `ringfa3_mask` and `ringfa3_plan` cannot
+reach is a ValueError: towers, cross-attention, layers without attention, and positions that differ
+from the mask's."""
 
 from __future__ import annotations
 

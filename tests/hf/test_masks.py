@@ -1,4 +1,5 @@
-"""Masks that users put together, on one layer, and masks that models read as tensors.
+"""If this fails, a model attends to other keys than its mask allows. Masks that users put together,
+on one layer, and masks that models read as tensors.
 
 The reference is transformers' sdpa attention under the same mask, in float64, within 1e-12; rows of
 padding are left out.

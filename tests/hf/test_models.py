@@ -1,4 +1,5 @@
-"""Eight architectures of transformers on RingFA3, against transformers' own attention."""
+"""If this fails, a model of transformers computes other results on RingFA3. Eight architectures of
+transformers on RingFA3, against transformers' own attention."""
 
 from __future__ import annotations
 

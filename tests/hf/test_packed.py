@@ -1,4 +1,5 @@
-"""Packed documents with a mask that hides nothing, as collators give it.
+"""If this fails, packed documents attend to each other. Packed documents with a mask that hides
+nothing, as collators give it.
 
 The reference is transformers' sdpa attention on the same `position_ids` without a mask, which keeps
 documents apart: logits and gradients within 1e-12 in float64.
@@ -14,8 +15,11 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 
+from ringfa3 import plan_context
 from ringfa3.hf import documents
+from ringfa3.hf.ring_layer import found_by_plan
 from tests.support.hf_models import (
     SIZES,
     difference,
@@ -92,6 +96,29 @@ def test_values_are_read_once_a_forward() -> None:
     with mock.patch.object(documents, "_on_host", wraps=documents._on_host) as read:
         results(model, ids, position_ids=positions, attention_mask=torch.ones_like(ids))
     assert read.call_count == 1
+
+
+def test_a_plan_spares_transformers_the_search_for_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which copies from a GPU. Logits are those that it finds documents for, 1e-12."""
+    searched: list[torch.Tensor] = []
+
+    def find(position_ids: torch.Tensor) -> Any:
+        searched.append(position_ids)
+        return original.__wrapped__(position_ids)
+
+    model, ids = shared_model("gemma3", "ringfa3", torch.float64), tokens(1, 20)
+    original = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", found_by_plan(find))
+    plan = plan_context([0, *itertools.accumulate(ROWS[0])], (0, 1))
+    positions = plan.positions[None]
+    given: dict[str, Any] = {"position_ids": positions, "use_cache": False}
+    ours = model(ids, **given, ringfa3_plan=plan).logits
+    assert all(x is not positions for x in searched)  # but those of the check of the model
+    theirs = model(ids, **given).logits  # after a call with the plan
+    assert any(x is positions for x in searched)
+    assert difference(ours, theirs) <= BOUND
 
 
 def test_left_padding_whose_positions_begin_again_in_padding() -> None:

@@ -1,4 +1,5 @@
-"""What RingFA3 does not compute exactly is a ValueError that names argument, value and remedy."""
+"""If this fails, a model computes something else than asked, without an error. What RingFA3 does
+not compute exactly is a ValueError that names argument, value and remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The balance of experts over a ring, against one process with transformers' own attention.
+"""If this fails, mixtures of experts under a ring balance their experts wrongly. The balance of
+experts over a ring, against one process with transformers' own attention.
 
 The sum of the ranks' losses, each with its auxiliary loss, and every summed gradient agree to 1e-12
 of the largest number in float64.

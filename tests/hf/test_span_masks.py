@@ -1,4 +1,5 @@
-"""`ringfa3_mask`: models of transformers with masks of spans, on one device and in rings.
+"""If this fails, `ringfa3_mask` gives a model another mask than the user's. `ringfa3_mask`: models
+of transformers with masks of spans, on one device and in rings.
 
 The reference is transformers' eager attention in float64, whose mask the model makes itself:
 logits and gradients within 1e-12 of the largest number.

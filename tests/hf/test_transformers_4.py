@@ -1,4 +1,5 @@
-"""tests/hf/test_models.py with transformers 4.57.6, the oldest that `ringfa3[hf]` allows."""
+"""If this fails, RingFA3 does not work with transformers 4. tests/hf/test_models.py with
+transformers 4.57.6, the oldest that `ringfa3[hf]` allows."""
 
 from __future__ import annotations
 

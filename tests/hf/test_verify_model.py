@@ -1,4 +1,5 @@
-"""`ringfa3.hf.verify` passes models that are right, and finds what is wrong."""
+"""If this fails, `ringfa3.hf.verify` accepts a model that is wrong, or refuses a right one.
+`ringfa3.hf.verify` passes models that are right, and finds what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every kernel may use its dynamic shared memory on every device of a process."""
+"""If this fails, kernels do not start on the second GPU of a process. Every kernel may use its
+dynamic shared memory on every device of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The backward kernels, emulated on the CPU, against float64: `make kernels` runs it."""
+"""If this fails, gradients of the kernels are wrong. The backward kernels, emulated on the CPU,
+against float64: `make kernels` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Keys far below their row's leader, emulated on the CPU, against float64: `make kernels`."""
+"""If this fails, keys with small weights are lost, or become NaN. Keys far below their row's
+leader, emulated on the CPU, against float64: `make kernels`."""
 
 from __future__ import annotations
 

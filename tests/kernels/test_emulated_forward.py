@@ -1,4 +1,5 @@
-"""The forward kernels, emulated on the CPU, against float64: `make kernels` runs it."""
+"""If this fails, outputs of the kernels are wrong. The forward kernels, emulated on the CPU,
+against float64: `make kernels` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Head dims below a kernel's own, emulated on the CPU, against float64: `make kernels` runs it."""
+"""If this fails, head dims between those of the kernels give wrong results. Head dims below a
+kernel's own, emulated on the CPU, against float64: `make kernels` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The emulator's instructions: their results, and that warps of a warpgroup multiply together."""
+"""If this fails, the emulated tests of kernels prove nothing. The emulator's instructions: their
+results, and that warps of a warpgroup multiply together."""
 
 from __future__ import annotations
 

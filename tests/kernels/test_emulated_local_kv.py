@@ -1,4 +1,5 @@
-"""The kernels for a rank's local K/V, emulated on the CPU: `make kernels` runs it."""
+"""If this fails, a rank publishes or adds up its K/V and dK/dV wrongly. The kernels for a rank's
+local K/V, emulated on the CPU: `make kernels` runs it."""
 
 from __future__ import annotations
 

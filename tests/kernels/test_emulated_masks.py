@@ -1,4 +1,5 @@
-"""Kernels under masks with clipped spans, emulated on the CPU: `make kernels` runs it."""
+"""If this fails, masks give wrong results in the kernels. Kernels under masks with clipped spans,
+emulated on the CPU: `make kernels` runs it."""
 
 from __future__ import annotations
 

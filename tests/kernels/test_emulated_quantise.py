@@ -1,4 +1,5 @@
-"""The quantisation kernels, emulated on the CPU, against their definition: `make kernels`."""
+"""If this fails, 8-bit attention rounds its operands in another way than documented. The
+quantisation kernels, emulated on the CPU, against their definition: `make kernels`."""
 
 from __future__ import annotations
 

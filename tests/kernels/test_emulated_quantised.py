@@ -1,4 +1,5 @@
-"""The forward kernels with 8-bit operands, emulated on the CPU, against the reference."""
+"""If this fails, 8-bit outputs of the kernels are wrong. The forward kernels with 8-bit operands,
+emulated on the CPU, against the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sinks in the kernels, emulated on the CPU, against float64: `make kernels` runs it."""
+"""If this fails, sinks give wrong outputs or gradients in the kernels. Sinks in the kernels,
+emulated on the CPU, against float64: `make kernels` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The emulator: copies, clusters, launches, and the errors of kernels that it reports."""
+"""If this fails, faults of kernels pass the emulated tests. The emulator: copies, clusters,
+launches, and the errors of kernels that it reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Arrival flags, CTAs, counters, masks and stores of the forward, emulated at head dim 128."""
+"""If this fails, a forward reads K/V before they arrive, or writes outside its rows. Arrival flags,
+CTAs, counters, masks and stores of the forward, emulated at head dim 128."""
 
 from __future__ import annotations
 

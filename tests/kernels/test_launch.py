@@ -1,4 +1,5 @@
-"""Tensors that TMA can address, and copies of those that it cannot; errors of launches."""
+"""If this fails, tensors with unusual strides give wrong results or no error. Tensors that TMA can
+address, and copies of those that it cannot; errors of launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Lines on stderr that say what runs in place of a kernel."""
+"""If this fails, attention runs slowly without a line that names the cause. Lines on stderr that
+say what runs in place of a kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Structures, records and constants that Python shares with C++, against csrc/."""
+"""If this fails, kernels read other arguments than Python passes. Structures, records and constants
+that Python shares with C++, against csrc/."""
 
 from __future__ import annotations
 

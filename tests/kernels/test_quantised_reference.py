@@ -1,4 +1,5 @@
-"""The reference of 8-bit attention, against float64 attention of the dequantised operands."""
+"""If this fails, 8-bit attention on the CPU, and all tests against it, are wrong. The reference of
+8-bit attention, against float64 attention of the dequantised operands."""
 
 from __future__ import annotations
 

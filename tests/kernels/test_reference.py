@@ -1,4 +1,5 @@
-"""The reference against float64 attention with its whole score matrix."""
+"""If this fails, attention on the CPU, and all tests against it, are wrong. The reference against
+float64 attention with its whole score matrix."""
 
 from __future__ import annotations
 

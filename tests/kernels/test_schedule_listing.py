@@ -1,4 +1,5 @@
-"""Schedules of calls of one rank, as `Schedule.text` lists them, and what builds none."""
+"""If this fails, calls on one GPU launch other steps than they need. Schedules of calls of one
+rank, as `Schedule.text` lists them, and what builds none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The choice between the two units of a kind by the scores that their tiles compute."""
+"""If this fails, short sequences run in the slower kernel. The choice between the two units of a
+kind by the scores that their tiles compute."""
 
 from __future__ import annotations
 

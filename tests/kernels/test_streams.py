@@ -1,4 +1,5 @@
-"""Which stream a launch uses, on a stand-in for the CUDA driver."""
+"""If this fails, attention runs on another stream than the user's, and reads unfinished tensors.
+Which stream a launch uses, on a stand-in for the CUDA driver."""
 
 from __future__ import annotations
 

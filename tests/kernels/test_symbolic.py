@@ -1,4 +1,5 @@
-"""Symbolic tensors have the shapes, strides and addresses of PyTorch's."""
+"""If this fails, schedules have other addresses than the tensors of a call. Symbolic tensors have
+the shapes, strides and addresses of PyTorch's."""
 
 from __future__ import annotations
 

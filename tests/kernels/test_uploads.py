@@ -1,4 +1,5 @@
-"""Device tables of plans and work counters: whose they are, and how long they live."""
+"""If this fails, device tables are freed too early, or never. Device tables of plans and work
+counters: whose they are, and how long they live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`plan.cross`: queries of one plan attend to the tokens of another one, as both are sharded."""
+"""If this fails, cross-attention over a ring pairs the wrong tokens. `plan.cross`: queries of one
+plan attend to the tokens of another one, as both are sharded."""
 
 from __future__ import annotations
 

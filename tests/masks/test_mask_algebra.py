@@ -1,4 +1,5 @@
-"""`Mask` against numpy: unions, intersections, constructors; what it refuses."""
+"""If this fails, a mask allows other pairs than its constructors state. `Mask` against numpy:
+unions, intersections, constructors; what it refuses."""
 
 from __future__ import annotations
 

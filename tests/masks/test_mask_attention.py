@@ -1,4 +1,5 @@
-"""Attention under random masks, on one device and in rings, against dense float64 attention."""
+"""If this fails, attention under a mask is wrong. Attention under random masks, on one device and
+in rings, against dense float64 attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Plans of masks: balance, exchange, `with_mask`, and what they refuse."""
+"""If this fails, masks leave ranks idle, or a wrong mask passes. Plans of masks: balance, exchange,
+`with_mask`, and what they refuse."""
 
 from __future__ import annotations
 

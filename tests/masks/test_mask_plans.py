@@ -1,4 +1,5 @@
-"""Plans of random masks against the dense mask: every pair once, over ranks, hops and tiles."""
+"""If this fails, a pair of a mask is computed twice, or never. Plans of random masks against the
+dense mask: every pair once, over ranks, hops and tiles."""
 
 from __future__ import annotations
 

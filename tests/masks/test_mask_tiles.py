@@ -1,4 +1,5 @@
-"""Counts of `benchmarks.masks.tiles` against the dense mask."""
+"""If this fails, the published tile counts of masks are wrong. Counts of `benchmarks.masks.tiles`
+against the dense mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""docs/masks.md: its code runs as printed, its picture is what its last block draws."""
+"""If this fails, code of the page on masks does not run. docs/masks.md: its code runs as printed,
+its picture is what its last block draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Folded sequences: every token once, the same loss and gradients as one by one."""
+"""If this fails, training on folded sequences differs from the sequences one by one. Folded
+sequences: every token once, the same loss and gradients as one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`plan_context`: its public behaviour, its errors, and its cost."""
+"""If this fails, plans hold wrong tokens, accept wrong arguments, or take long. `plan_context`: its
+public behaviour, its errors, and its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The plan arithmetic of the kernels, csrc/plan, against Python's and against a brute-force mask.
+"""If this fails, kernels visit other blocks than Python planned. The plan arithmetic of the
+kernels, csrc/plan, against Python's and against a brute-force mask.
 
 g++ compiles the same headers as nvcc. The backward kernel ends its loop over row blocks after
 `blocks` of a work unit. Python computes that number: it must be what the iteration finds.

@@ -1,4 +1,5 @@
-"""The `fill` of `plan.shift`: held by the dtype of the rows, or refused."""
+"""If this fails, `plan.shift` fills labels with a wrapped number. The `fill` of `plan.shift`: held
+by the dtype of the rows, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which ranks share a host: a wrong answer sends K/V between hosts that need not cross."""
+"""If this fails, K/V cross hosts although they need not. Which ranks share a host: a wrong answer
+sends K/V between hosts that need not cross."""
 
 from __future__ import annotations
 

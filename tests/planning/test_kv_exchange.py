@@ -1,4 +1,5 @@
-"""The blocks that ranks publish, the parts that their readers copy, and how dK/dV return."""
+"""If this fails, ranks attend to missing or wrong K/V, or lose gradients of them. The blocks that
+ranks publish, the parts that their readers copy, and how dK/dV return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What ranks send by messages, on every link, against the dense mask: each row that a reader needs
+"""If this fails, ranks by messages attend to missing or wrong K/V, or send rows that nobody needs.
+What ranks send by messages, on every link, against the dense mask: each row that a reader needs
 once, and no other."""
 
 from __future__ import annotations

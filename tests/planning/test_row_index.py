@@ -1,4 +1,5 @@
-"""Rows by number, read and added to, against PyTorch's indexing: equal bits."""
+"""If this fails, rows of other ranks are read from, or added to, the wrong place. Rows by number,
+read and added to, against PyTorch's indexing: equal bits."""
 
 from __future__ import annotations
 

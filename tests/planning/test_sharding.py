@@ -1,4 +1,5 @@
-"""Shards: token counts, completeness, order, and balance of work."""
+"""If this fails, a rank's shard lacks tokens, has them twice, or has more work than others. Shards:
+token counts, completeness, order, and balance of work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`ContextPlan.with_window`: the same tokens on the same ranks under another window."""
+"""If this fails, layers of different windows disagree about a rank's tokens.
+`ContextPlan.with_window`: the same tokens on the same ranks under another window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How backward work is cut: every block of every tile and head once, and only where it helps."""
+"""If this fails, gradients lack parts, or GPUs idle in the backward. How backward work is cut:
+every block of every tile and head once, and only where it helps."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringfa3.masks.mask import Mask
 from ringfa3.planning import work_split
 from ringfa3.planning.context_plan import plan_context
 from ringfa3.planning.tile_schedule import Tiling
@@ -167,3 +169,15 @@ def test_cuts_that_cannot_be_faster_are_not_tried(
             many = len(table) * 8 >= work_split.WAVES * 132
             assert time == min(times) or filled or many
     assert assigned < 5 * world * 1500
+
+
+def test_a_tile_that_every_query_visits_is_cut_and_no_other() -> None:
+    """First keys under a window: whole, its unit takes 6 times as long as the mean CTA."""
+    mask = Mask.documents(16384, window_size=(1023, 0), first_keys=4)
+    (tiling,) = plan_context(mask).hops.backward(128, 64)
+    blocks, units = visited_blocks(tiling, 64), split_work(tiling, 64, 4, 2, 132, 128)
+    cut = units["row0"] == 0
+    assert set(units["flags"][cut].tolist()) == {SHARED}
+    assert set(units["flags"][~cut].tolist()) == {0}
+    assert units["blocks"].sum() == blocks.sum()
+    assert work_split._makespan(work_split._costs(units), 2, 132) < 1.2 * 8 * blocks.sum() / 132

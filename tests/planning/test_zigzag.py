@@ -1,4 +1,5 @@
-"""The placement of documents: without it ranks wait for each other, or send K/V that they need not.
+"""If this fails, ranks wait for each other, or send K/V that they need not. The placement of
+documents: without it ranks wait for each other, or send K/V that they need not.
 
 Work is counted in blocks of 128 x 128 scores; what is ideal is that of uncut documents, over ranks.
 """

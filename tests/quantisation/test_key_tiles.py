@@ -1,4 +1,5 @@
-"""Keys spread over tiles of 128 rows, against copies row by row: equal bits."""
+"""If this fails, 8-bit attention reads keys of another document. Keys spread over tiles of 128
+rows, against copies row by row: equal bits."""
 
 from __future__ import annotations
 

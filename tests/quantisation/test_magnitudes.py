@@ -1,4 +1,5 @@
-"""8-bit operands of numbers of every magnitude, which differ by channel."""
+"""If this fails, 8-bit attention is wrong for large, small or uneven channels. 8-bit operands of
+numbers of every magnitude, which differ by channel."""
 
 from __future__ import annotations
 

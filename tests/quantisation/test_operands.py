@@ -1,4 +1,5 @@
-"""Formats, rotation, statistics and scales: against the definition, in float32 or float64."""
+"""If this fails, 8-bit attention rounds in another way than documented. Formats, rotation,
+statistics and scales: against the definition, in float32 or float64."""
 
 from __future__ import annotations
 

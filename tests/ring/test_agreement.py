@@ -1,4 +1,5 @@
-"""An agreement asks the store for as little as it can before its caller goes on."""
+"""If this fails, new plans take longer to start. An agreement asks the store for as little as it
+can before its caller goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calls that begin like an earlier one: when they may, and what they leave behind."""
+"""If this fails, a repeated ring call runs with outdated settings. Calls that begin like an earlier
+one: when they may, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.ring import agreement
-from ringfa3.ring.entries import Settings
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.store_monitor import StoreMonitor
 from ringfa3.symmetric.ring_program import ReplayableCall
@@ -29,12 +30,12 @@ def _begins(_: dist.ProcessGroup) -> list[Any]:
         return []
     ring = RingGroup.of(group)
     _agreed(ring, "first")
-    agreed, before = ring.agreement_snapshot(), ring.latest.number
+    agreed, before = ring.agreement_snapshot(), ring.calls.latest.number
     _agreed(ring, "second")
     assert ring.begin_again(agreed)
     return [
-        ring.latest.number - before,
-        dict(ring.latest.settings),
+        ring.calls.latest.number - before,
+        dict(ring.calls.latest.settings),
         ring.connections.last_transport,
     ]
 
@@ -68,10 +69,10 @@ def _refused(_: dist.ProcessGroup, trouble: str) -> tuple[bool, bool]:
                 monitor.peer_failure = "a failure"
             else:
                 monitor.join_request = ring.agreement_id + 1
-            latest = ring.latest
-            return before, ring.begin_again(agreed) or ring.latest != latest
-    latest = ring.latest
-    return before, ring.begin_again(agreed) or ring.latest != latest
+            latest = ring.calls.latest
+            return before, ring.begin_again(agreed) or ring.calls.latest != latest
+    latest = ring.calls.latest
+    return before, ring.begin_again(agreed) or ring.calls.latest != latest
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""`torch.compile(fullgraph=True)` of rings, against the same calls in eager mode, bit for bit."""
+"""If this fails, compiled rings compute other bits than eager ones. `torch.compile(fullgraph=True)`
+of rings, against the same calls in eager mode, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""When ranks of a CP group connect: alone, whatever other ranks of the job do meanwhile."""
+"""If this fails, ranks that connect wait for ranks of another group. When ranks of a CP group
+connect: alone, whatever other ranks of the job do meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs without communication, in groups of backend `fake`, and backends that are refused."""
+"""If this fails, runs without communication fail, or a backend that cannot work is accepted. Runs
+without communication, in groups of backend `fake`, and backends that are refused."""
 
 from __future__ import annotations
 

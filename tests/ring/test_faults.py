@@ -1,4 +1,5 @@
-"""A rank dies, stops or fails in mid-hop: the others raise in time and name the cause."""
+"""If this fails, a dead rank hangs a job, or the job blames another rank. A rank dies, stops or
+fails in mid-hop: the others raise in time and name the cause."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from ringfa3 import RingError, plan_context, ring_attn_func
 from ringfa3.kernels import reference
-from ringfa3.ring.entries import Settings
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from tests.support.ranks import sacrifice
 

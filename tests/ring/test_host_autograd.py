@@ -1,4 +1,5 @@
-"""The autograd of ring calls in the host library, against Python's: equal bits, errors and lives.
+"""If this fails, gradients differ between calls that start in C++ and in Python. The autograd of
+ring calls in the host library, against Python's: equal bits, errors and lives.
 
 Rings of one process and of gloo ranks: autograd knows nothing of what moves K/V.
 """

@@ -1,4 +1,5 @@
-"""`plan_context(kv_budget=)`: rows of the buffers of a ring by messages."""
+"""If this fails, rings take more memory than `kv_budget` allows. `plan_context(kv_budget=)`: rows
+of the buffers of a ring by messages."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ def test_rows_of_buffers_are_those_of_the_launches(hosts: int, documents: int) -
     expected = []
     for rank in range(8):
         exchange = plan_context(cumulative, (rank, 8), hosts=hosts).by_messages()
-        landed = [batch.rows for batch in exchange.batches]
+        landed = [chunk.rows for chunk in exchange.chunks]
         twice = exchange.rows[1::2], exchange.rows[2::2], landed[::2], landed[1::2]
         sent = ([len(rows) for rows in flow.sent] for flow in exchange.flows)
         expected.append(sum(max(rows, default=0) for rows in (*twice, *sent)))

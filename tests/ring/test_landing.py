@@ -1,5 +1,6 @@
-"""Rings of several hosts: each row crosses once for each host that needs it, and one sum of its
-dK/dV comes back."""
+"""If this fails, rings over several hosts give wrong results, or send rows twice between hosts.
+Rings of several hosts: each row crosses once for each host that needs it, and one sum of its dK/dV
+comes back."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ def check_bounds(plans: list[ContextPlan], needs: Allowed) -> None:
         moved = plan.by_messages()
         both = zip(moved.direct.sent, moved.onward.sent, strict=True)
         leaving = [len(own) + len(landed) for own, landed in both]
-        landing = [*map(len, moved.landing.sent), *(batch.rows for batch in moved.batches)]
+        landing = [*map(len, moved.landing.sent), *(chunk.rows for chunk in moved.chunks)]
         assert max([*moved.rows[1:], *leaving, *landing]) <= limit
 
 
@@ -237,7 +238,7 @@ def test_the_ranks_of_a_host_share_what_lands() -> None:
     three owners land on each host, on two ranks."""
     first = [(0, 64, 16 * host, 16 * host + 8, -64, 64) for host in range(4)]
     plans = [plan_context(Mask(first, 64), (r, 8), "contiguous", hosts=4) for r in range(8)]
-    landed = [sum(batch.rows for batch in plan.by_messages().batches) for plan in plans]
+    landed = [sum(chunk.rows for chunk in plan.by_messages().chunks) for plan in plans]
     assert [sorted(landed[n : n + 2]) for n in range(0, 8, 2)] == [[8, 16]] * 4
 
 

@@ -1,4 +1,5 @@
-"""Agreements of a large group, in which rank 0 reads for all; each rank is a thread here."""
+"""If this fails, large groups hang or start slowly at a new plan. Agreements of a large group, in
+which rank 0 reads for all; each rank is a thread here."""
 
 from __future__ import annotations
 

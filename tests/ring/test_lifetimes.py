@@ -1,4 +1,5 @@
-"""A ring lives as long as its process group: what it takes is given back, and plans end with it."""
+"""If this fails, groups that end leave threads, sockets and memory. A ring lives as long as its
+process group: what it takes is given back, and plans end with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two network namespaces as two hosts: the link between them counts the bytes that cross."""
+"""If this fails, rings over several hosts send more between hosts than documented. Two network
+namespaces as two hosts: the link between them counts the bytes that cross."""
 
 from __future__ import annotations
 

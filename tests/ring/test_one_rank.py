@@ -1,4 +1,5 @@
-"""A plan for one rank in the C++ launcher, with kernels that keep their arguments."""
+"""If this fails, a plan for one rank is slower or computes something else than a plain call. A plan
+for one rank in the C++ launcher, with kernels that keep their arguments."""
 
 from __future__ import annotations
 

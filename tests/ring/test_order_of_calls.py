@@ -1,4 +1,5 @@
-"""Calls of equal settings in another order on each rank, or refused while a host goes on."""
+"""If this fails, ranks that call in another order get wrong numbers without an error. Calls of
+equal settings in another order on each rank, or refused while a host goes on."""
 
 from __future__ import annotations
 

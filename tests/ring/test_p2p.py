@@ -1,4 +1,5 @@
-"""What `NcclTransport` issues, in which order, and what its thread watches, without a GPU."""
+"""If this fails, rings over NCCL stall the attention kernel, or a lost peer hangs a rank. What
+`NcclTransport` issues, in which order, and what its thread watches, without a GPU."""
 
 from __future__ import annotations
 

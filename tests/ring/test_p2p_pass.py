@@ -1,4 +1,5 @@
-"""The bytes that a ring call sends, exactly, and the buffers that it allocates."""
+"""If this fails, rings by messages send more or hold more memory than documented. The bytes that a
+ring call sends, exactly, and the buffers that it allocates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ring passes have the interface of `ringfa3.pass_interface`; no caller asks for their type."""
+"""If this fails, a new transport cannot be added without changes to its callers. Ring passes have
+the interface of `ringfa3.pass_interface`; no caller asks for their type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One rank enters a call with other arguments: all ranks soon raise and name rank and argument."""
+"""If this fails, a wrong argument on one rank hangs the others. One rank enters a call with other
+arguments: all ranks soon raise and name rank and argument."""
 
 from __future__ import annotations
 

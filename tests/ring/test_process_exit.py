@@ -1,4 +1,5 @@
-"""A process that has run a ring ends with exit code 0 and prints nothing on stderr.
+"""If this fails, a finished job ends with an error. A process that has run a ring ends with exit
+code 0 and prints nothing on stderr.
 
 Python unwinds a thread that is in C++ when Python ends, and the process aborts. So our threads end
 earlier. The store monitor is always in C++ here.

@@ -1,4 +1,5 @@
-"""The rendezvous of a group on a store that other groups have used."""
+"""If this fails, a group that is made again reads what an earlier one left. The rendezvous of a
+group on a store that other groups have used."""
 
 from __future__ import annotations
 

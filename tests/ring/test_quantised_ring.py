@@ -1,4 +1,5 @@
-"""The ring in 8 bits, on 1 to 4 ranks: against float64 attention, and against one device."""
+"""If this fails, rings in 8 bits compute something else than one device. The ring in 8 bits, on 1
+to 4 ranks: against float64 attention, and against one device."""
 
 from __future__ import annotations
 

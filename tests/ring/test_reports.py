@@ -1,4 +1,5 @@
-"""An error anywhere between the first and the last line of a call is reported to the peers."""
+"""If this fails, ranks wait for the timeout after an error of another rank. An error anywhere
+between the first and the last line of a call is reported to the peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The ring on 1 to 4 ranks: equal to one device, in any group, and bitwise repeatable."""
+"""If this fails, rings compute something else than one device. The ring on 1 to 4 ranks: equal to
+one device, in any group, and bitwise repeatable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The transport that `prepare_call` chooses for CUDA tensors, without a GPU."""
+"""If this fails, a ring runs over a slower transport than it could, or over one that cannot work.
+The transport that `prepare_call` chooses for CUDA tensors, without a GPU."""
 
 from __future__ import annotations
 

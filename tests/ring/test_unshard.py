@@ -1,4 +1,5 @@
-"""`plan.unshard` over processes: all tokens on every rank, or one error on all of them."""
+"""If this fails, `plan.unshard` returns tokens in a wrong order, or hangs. `plan.unshard` over
+processes: all tokens on every rank, or one error on all of them."""
 
 from __future__ import annotations
 

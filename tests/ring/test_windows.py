@@ -1,4 +1,5 @@
-"""Layers of different windows on the tokens of one plan."""
+"""If this fails, models with layers of different windows compute wrong results under a ring. Layers
+of different windows on the tokens of one plan."""
 
 from __future__ import annotations
 

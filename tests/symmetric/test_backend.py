@@ -1,5 +1,6 @@
-"""The backend of the `symmetric` transport on stand-ins for CUDA: addresses, signals, growth, the
-self-test, and ranks whose peers do not answer."""
+"""If this fails, a ring over peers' memory starts on wrong addresses, or hangs without a name of
+the peer. The backend of the `symmetric` transport on stand-ins for CUDA: addresses, signals,
+growth, the self-test, and ranks whose peers do not answer."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.tiling import Plan
-from ringfa3.ring.entries import Settings
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.op import ring_attention
 from ringfa3.ring.prepare_call import PreparedCall, pass_type_of

@@ -1,4 +1,5 @@
-"""A group that ends gives its shared memory back, once no rank uses it, on stand-ins."""
+"""If this fails, a group that ends frees memory that peers still read, or never frees it. A group
+that ends gives its shared memory back, once no rank uses it, on stand-ins."""
 
 from __future__ import annotations
 

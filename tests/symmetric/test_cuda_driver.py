@@ -1,4 +1,5 @@
-"""Driver calls as a library built with CUDA's own header receives them."""
+"""If this fails, driver calls pass other arguments than CUDA expects. Driver calls as a library
+built with CUDA's own header receives them."""
 
 from __future__ import annotations
 

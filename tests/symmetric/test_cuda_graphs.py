@@ -1,5 +1,5 @@
-"""Ring calls over `symmetric` in CUDA graphs, on stand-ins that replay operations in any order that
-the graph allows."""
+"""If this fails, CUDA graphs of ring calls replay wrong numbers. Ring calls over `symmetric` in
+CUDA graphs, on stand-ins that replay operations in any order that the graph allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The first call of a prepared plan, which the launcher issues: Python begins it."""
+"""If this fails, the first call of a prepared plan computes something else than later ones. The
+first call of a prepared plan, which the launcher issues: Python begins it."""
 
 from __future__ import annotations
 

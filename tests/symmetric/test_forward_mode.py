@@ -1,4 +1,5 @@
-"""The forward mode over peers' memory: the rule's choice at known amounts of memory."""
+"""If this fails, a forward takes more memory than it may, or is slower than it could be. The
+forward mode over peers' memory: the rule's choice at known amounts of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ring calls over `symmetric` that cannot be captured yet raise on all ranks, with a remedy."""
+"""If this fails, the capture of a ring call fails on one rank and hangs the others. Ring calls over
+`symmetric` that cannot be captured yet raise on all ranks, with a remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from ringfa3.ring import prepare_call
-from ringfa3.ring.entries import Settings
+from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.prepare_call import pass_type_of
 from ringfa3.symmetric import self_test

@@ -1,5 +1,6 @@
-"""Ring calls that fork and join, proven for any sequence of calls and replays, and for any order in
-which a device may run a graph."""
+"""If this fails, graphs and eager ring calls in some order race with each other. Ring calls that
+fork and join, proven for any sequence of calls and replays, and for any order in which a device may
+run a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The waits that streams in graphs report, and how they are read."""
+"""If this fails, the watchdog ends a job whose graphs run as they should. The waits that streams in
+graphs report, and how they are read."""
 
 from __future__ import annotations
 

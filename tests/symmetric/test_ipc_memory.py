@@ -1,4 +1,5 @@
-"""A group's shared memory on stand-ins: growth, mappings of peers, and what is never freed."""
+"""If this fails, a ring maps memory of another group, or frees memory in use. A group's shared
+memory on stand-ins: growth, mappings of peers, and what is never freed."""
 
 from __future__ import annotations
 

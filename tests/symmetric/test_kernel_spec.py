@@ -1,4 +1,5 @@
-"""Plans that a worker prepares: calls build nothing, and their results have the same bits."""
+"""If this fails, plans that a worker prepares build again in the step, or compute other bits. Plans
+that a worker prepares: calls build nothing, and their results have the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ring calls that the host library begins and replays: what they do equals what Python does."""
+"""If this fails, ring calls that start in C++ do something else than Python's. Ring calls that the
+host library begins and replays: what they do equals what Python does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Errors of ring calls that the host library begins: peers are told of them, as Python tells it."""
+"""If this fails, an error of a ring call in C++ hangs the peers. Errors of ring calls that the host
+library begins: peers are told of them, as Python tells it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs of ring calls: what the host library replays equals what Python does, call by call."""
+"""If this fails, ring calls from C++ issue other steps than Python's. Programs of ring calls: what
+the host library replays equals what Python does, call by call."""
 
 from __future__ import annotations
 

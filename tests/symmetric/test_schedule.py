@@ -1,4 +1,5 @@
-"""The schedule of the `symmetric` transport: proven free of hazards, and run in random orders.
+"""If this fails, rings over peers' memory read K/V too early, or wait forever. The schedule of the
+`symmetric` transport: proven free of hazards, and run in random orders.
 
 The proof (`happens_before`) holds for any speeds of the streams. The runs (`simulation`) execute
 `ring_pass` on memory that is NaN wherever it has no valid data, and compare the results.

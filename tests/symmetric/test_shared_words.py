@@ -1,4 +1,5 @@
-"""Words that ranks share through one file: they are the peers', or the ranks say why not."""
+"""If this fails, ranks of one host that do not share memory hang. Words that ranks share through
+one file: they are the peers', or the ranks say why not."""
 
 from __future__ import annotations
 

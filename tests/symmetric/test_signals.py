@@ -1,4 +1,5 @@
-"""Steps of all ranks before a call: they succeed on all, or all ranks raise and name the first."""
+"""If this fails, a rank that cannot start a call hangs the others. Steps of all ranks before a
+call: they succeed on all, or all ranks raise and name the first."""
 
 from __future__ import annotations
 

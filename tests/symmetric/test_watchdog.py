@@ -1,4 +1,5 @@
-"""The watchdog over streams: its messages, their time and their receiver."""
+"""If this fails, a hung ring is not reported, or the wrong peer is named. The watchdog over
+streams: its messages, their time and their receiver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``train.compile=auto``: what it chooses on each device, and why it compiles nothing."""
+"""If this fails, runs compile where they should not, or wait for a compiler.
+``train.compile=auto``: what it chooses on each device, and why it compiles nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Configs: errors are explained, and the files agree with the schema."""
+"""If this fails, a mistyped key is ignored, or its error does not help. Configs: errors are
+explained, and the files agree with the schema."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.ci_scripts import ci_script
 from tests.train.forks import SCRIPT, TORCHRUN
 from tests.train.jobs import HANG_S
 from train.config import GROUPS
@@ -26,9 +27,7 @@ from train.keys import (
 )
 
 ROOT = Path(__file__).absolute().parents[2]
-spec = importlib.util.spec_from_file_location("reference", ROOT / ".ci" / "reference.py")
-REFERENCE = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(REFERENCE)
+REFERENCE = ci_script("reference")
 BY_SIZE = ("optim.lr", "train.batch_tokens")  # keys that the size of the model decides
 
 

@@ -1,4 +1,5 @@
-"""The error of a checkout without an extra: one line with the command that installs it.
+"""If this fails, a missing package is an error without the command that installs it. The error of a
+checkout without an extra: one line with the command that installs it.
 
 A package is missing where ``sys.modules`` holds None for it: imports and ``find_spec`` find none.
 """

@@ -1,4 +1,5 @@
-"""The default of ``hardware``: the file of the GPUs that a driver lists."""
+"""If this fails, predictions are those of another GPU. The default of ``hardware``: the file of the
+GPUs that a driver lists."""
 
 from __future__ import annotations
 

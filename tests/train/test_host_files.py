@@ -1,4 +1,5 @@
-"""Work that one process of a host does for all, and what it costs: time, and memory in all."""
+"""If this fails, each process of a host does the work of all, and starts take long. Work that one
+process of a host does for all, and what it costs: time, and memory in all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Paths that a run cannot read or write: one line each, with the key and the remedy."""
+"""If this fails, a wrong path is an error that does not name its key. Paths that a run cannot read
+or write: one line each, with the key and the remedy."""
 
 from __future__ import annotations
 

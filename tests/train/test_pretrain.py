@@ -1,4 +1,5 @@
-"""Whole runs of ``train/pretrain.py``: the same curve for every layout; dead peers."""
+"""If this fails, training gives another curve on another number of ranks. Whole runs of
+``train/pretrain.py``: the same curve for every layout; dead peers."""
 
 from __future__ import annotations
 

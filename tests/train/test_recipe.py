@@ -1,4 +1,5 @@
-"""Each model has a learning rate and a batch of its own; what is given wins."""
+"""If this fails, a model trains with the learning rate of another size. Each model has a learning
+rate and a batch of its own; what is given wins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is removed is gone, or that is an error; the target of a link stays."""
+"""If this fails, a cleanup deletes files of others, or keeps what it should delete. What is removed
+is gone, or that is an error; the target of a link stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Names of earlier versions: refused with the new name where given, read in stored settings."""
+"""If this fails, commands and runs of earlier versions fail without the new name. Names of earlier
+versions: refused with the new name where given, read in stored settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``srun`` without torchrun: the ranks come from Slurm's variables."""
+"""If this fails, jobs of Slurm start with wrong ranks. ``srun`` without torchrun: the ranks come
+from Slurm's variables."""
 
 from __future__ import annotations
 

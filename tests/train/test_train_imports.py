@@ -1,4 +1,5 @@
-"""Imports of the trainer point one way, by package; Hydra and DeepSpeed stay in their modules."""
+"""If this fails, a part of the trainer cannot be changed without the others. Imports of the trainer
+point one way, by package; Hydra and DeepSpeed stay in their modules."""
 
 from __future__ import annotations
 
@@ -75,10 +76,8 @@ def test_packages_import_one_way(path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_packages_are_small_and_say_what_they_import(package: str) -> None:
-    """At most 14 modules, and a docstring of three lines whose last names the packages before."""
-    modules = list((TRAIN / package).glob("*.py"))
-    assert len(modules) - 1 <= 14
+def test_packages_say_what_they_import(package: str) -> None:
+    """A docstring of three lines whose last names the packages before."""
     tree = ast.parse((TRAIN / package / "__init__.py").read_text())
     (docstring,) = tree.body
     lines = [line for line in ast.get_docstring(tree).splitlines() if line]

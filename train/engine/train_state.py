@@ -16,6 +16,7 @@ from train.engine.spike_filter import SpikeFilter
 from train.engine.stored_checkpoint import load_tensors, read_manifest_metadata
 from train.keys import flatten, shown
 from train.model.transformer import Transformer
+from train.sections.renamed import is_of_0_1
 
 # Settings that determine the stream of samples; weights and lengths of sources do so too.
 STREAM = ("data.seq_len", "data.max_doc_len", "data.packing", "data.eos_token", "train.seed")
@@ -69,14 +70,21 @@ class TrainState:
         if different := [k for k in there | here if there.get(k) != here.get(k)]:
             key = min(different, key=lambda k: (k == "corpus", k))  # a result of other settings
             own = path.parent.parent / "tokenizer.json"
-            hint = f" (data.tokenizer={own} in a new run.dir, if the run trained it)"
-            hint = hint if key == "corpus" else ""
+            way = "give the same files and data settings"
+            if key == "corpus":
+                way += f" (data.tokenizer={own} in a new run.dir, if the run trained it)"
+            way += ", or begin with new data"
+            if key == "corpus" and is_of_0_1(metadata["settings"]):
+                way = (
+                    "RingFA3 0.1 held out other documents, so no settings give its samples; begin "
+                    f"with new data in a new run.dir, with data.tokenizer={own} if the run trained "
+                    "it"
+                )
             was, now = (shown(stream.get(key)) for stream in (there, here))
             raise ConfigError(
                 f"checkpoint {path} was made from other samples: {key} was {was}, is now {now}; "
-                f"give the same files and data settings{hint}, or begin with new data: "
-                f"checkpoint.reset_data=true keeps Adam's moments, checkpoint.init_from takes the "
-                f"weights alone"
+                f"{way}: checkpoint.reset_data=true keeps Adam's moments, checkpoint.init_from "
+                "takes the weights alone"
             )
         return metadata
 

@@ -21,6 +21,11 @@ RENAMED = {
 RENAMED_VALUES = {"engine.shard=host": "engine.shard=hsdp", "memory=keep": "memory=none"}
 
 
+def is_of_0_1(settings: dict[str, Any]) -> bool:
+    """Whether stored ``settings``, nested dictionaries, are those of RingFA3 0.1 or before."""
+    return "eos_token" not in settings["data"]
+
+
 def of_this_version(settings: dict[str, Any]) -> dict[str, Any]:
     """A copy of stored ``settings``, nested dictionaries, with the names of this version.
 

@@ -48,7 +48,7 @@ OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     SPANS: None,
     TREE: None,
 }
-SCORES = "scores"
+SCORES, PACKED = "scores", "packed"
 HOST = "host"  # its rows are times of the host; it runs alone, too
 HEAD_DIMS = (64, 128, 256)
 PEERS = ("fa3", "fa4", "cudnn")  # the other libraries, as options name them
@@ -137,6 +137,22 @@ def _windows(shrink: int) -> list[Case]:
         label = f"window {left // shrink}"
         cases.append(Case("masks", label, (MASK_TOKENS // shrink,), 32, 8, 128, window))
     return cases
+
+
+def packed(shrink: int) -> Iterable[Case]:
+    """Short documents, 16k tokens in all, hidden size 2048, causal."""
+    tokens, rng = 16 * K // shrink, random.Random(1)
+    by_label: dict[str, tuple[int, ...]] = {}
+    for n in (64, 128, 256, 512):
+        length = max(1, n // shrink)
+        by_label[f"{16 * K // n} x {n}"] = (length,) * (tokens // length)
+    mixed: list[int] = []
+    while (left := tokens - sum(mixed)) > 0:
+        mixed.append(min(left, max(1, rng.randint(37, 500) // shrink)))
+    by_label["37 to 500"] = tuple(mixed)
+    for d in HEAD_DIMS:
+        for label, lengths in by_label.items():
+            yield Case(PACKED, label, lengths, 2048 // d, 2048 // d, d, CAUSAL, packed=True)
 
 
 def scores(shrink: int) -> Iterable[Case]:
@@ -235,6 +251,7 @@ SETS: dict[str, Callable[[int], Iterable[Case]]] = {
     "mqa": mqa,
     "hops": hops,
     "masks": masks,
+    PACKED: packed,
     SCORES: scores,
     HOST: host_time,
     ABLATION: ablation,

@@ -28,8 +28,8 @@ def shapes_grid(rows: list[Row]) -> Grid:
 def _panel(rows: list[Row], mask: str, d: int) -> Panel:
     here = [row for row in rows if row.mask == mask and row.head_dim == d]
     heads = {heads_label(row) for row in here}
-    groups = [short(row.lengths[0]) for row in here]
-    if len(set(groups)) < len(groups) or any(row.keys for row in here):
+    groups = [short(row.lengths[0]) for row in here if row.lengths]
+    if len(set(groups)) < len(here) or any(row.keys for row in here):
         groups = [row.label for row in here]
         if here and here[0].scores:
             groups = [x.replace(" ", "\n").replace("sigma\n", "σ ") for x in groups]

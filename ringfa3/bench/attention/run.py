@@ -275,7 +275,7 @@ def planned_rows(
     cases = [
         case
         for case in select(options.sets, options.head_dims, shrink)
-        if case.set in ("masks", SPANS, TREE) or max(case.lengths) * shrink >= options.shortest
+        if case.packed or max(case.lengths) * shrink >= options.shortest
     ]
     planned: list[tuple[Case, str]] = []
     missing: dict[tuple[str, str], list[int]] = {}

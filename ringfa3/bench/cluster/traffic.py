@@ -54,14 +54,14 @@ def tiles_of_launches(plan: ContextPlan, ranks: HostRanks, launch: Ints) -> tupl
     """(world,) each: launches that attend to any key; tiles of TILE query rows, once for each
     launch that attends with them; and tiles of TILE keys to which a rank attends.
 
-    launch: (steps,) of each `HostRanks.step`. Tiles begin with a segment, of which all count.
+    launch: (steps,) of each `HostRanks.ring_step`. Tiles begin with a segment, of which all count.
     """
     placed = PlacedSegments.of(plan.shards)
     segments, tiles = placed.segments, -(-placed.segments.length // TILE)
     pairs = pair_sequences(segments, segments)
     bands = band(segments, segments, *pairs, 0, *plan.effective_window)
     reader, owner = placed.owner[bands.query], placed.owner[bands.key]
-    at, count = launch[ranks.step(owner, reader)], int(launch[-1]) + 1
+    at, count = launch[ranks.ring_step(owner, reader)], int(launch[-1]) + 1
     active = np.unique(count * reader + at) // count
     visits = np.unique(count * bands.query + at) // count
     key, by = np.divmod(np.unique(plan.world * bands.key + reader), plan.world)

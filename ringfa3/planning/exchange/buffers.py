@@ -27,7 +27,7 @@ def rows_of_buffers(exchange: KVExchange, landing: Landing, launch: Ints) -> Int
     rows; and with two levels, two of rows that land, one of those that leave to land, one of those
     that go on. Buffers of dK/dV have no more rows.
 
-    launch: (steps,) of each `HostRanks.step`.
+    launch: (steps,) of each `HostRanks.ring_step`.
     """
     ranks, count = landing.ranks, int(launch[-1]) + 1
     world, (host_count, most) = len(ranks.host), ranks.ranks.shape
@@ -44,14 +44,14 @@ def rows_of_buffers(exchange: KVExchange, landing: Landing, launch: Ints) -> Int
 
     owner, hop, begin, end = exchange.runs().T
     reader, size = (owner + hop) % world, end - begin
-    at, via = launch[ranks.step(owner, reader)], landing.rank[owner, ranks.host[reader]]
+    at, via = launch[ranks.ring_step(owner, reader)], landing.rank[owner, ranks.host[reader]]
     arriving = by_launch(reader, at, size, via >= -1)
     held = in_two(arriving) + by_launch(owner, at, size, via < 0).max(1)
     held = held + by_launch(via, at, size, via >= 0).max(1)
 
     owner, host, begin, end = landing.runs.T
     to, size = landing.rank[owner, host], end - begin
-    at = launch[most * ((host - ranks.host[owner]) % host_count)]  # a batch lands for one launch
+    at = launch[most * ((host - ranks.host[owner]) % host_count)]  # a chunk lands for one launch
     landed = by_launch(to, at, size, to >= 0)
     held = held + in_two(landed[:, np.unique(at[to >= 0])])
     return np.asarray(held + by_launch(owner, at, size, to >= 0).max(1))

@@ -41,13 +41,13 @@ class HostRanks:
         ranks[host, number] = np.arange(len(host))
         return cls(host, number, ranks)
 
-    def step(self, owner: Ints, reader: Ints) -> Ints:
+    def ring_step(self, owner: Ints, reader: Ints) -> Ints:
         """The position of owners in the order in which readers attend to them: 0 for own keys.
 
         Step most * d + i is for the owner that is d hosts and i ranks of a host away. So owners on
         the reader's host come first, and all readers of a host come to those of another host within
         the same `most` steps. At each step a rank reads from at most one other, and is read by at
-        most one. With one host, or one rank a host, steps are hops.
+        most one. With one host, or one rank a host, ring steps are hops.
         """
         hosts, most = self.ranks.shape
         far = (self.host[reader] - self.host[owner]) % hosts

@@ -36,13 +36,13 @@ class PeerRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RowFlow:
-    """K/V rows that go from one buffer of some ranks to one buffer of others, in numbered groups.
+    """K/V rows that go from a buffer of some ranks to a buffer of others, in numbered transfers.
 
     A rank that is its own peer copies the rows.
 
-    sent      of each group: rows of the sender's buffer, peer by peer
-    leaving   of each group: entries of `sent` that go to a peer. Their dK/dV come back
-    arriving  of each group: rows of the receiver's buffer that come from a peer. Their dK/dV go
+    sent      of each transfer: rows of the sender's buffer, peer by peer
+    leaving   of each transfer: entries of `sent` that go to a peer. Their dK/dV come back
+    arriving  of each transfer: rows of the receiver's buffer that come from a peer. Their dK/dV go
               back
     """
 
@@ -51,7 +51,7 @@ class RowFlow:
     arriving: list[list[PeerRows]]
 
 
-class Batch(NamedTuple):
+class Chunk(NamedTuple):
     """Rows that land together, for launches [first, last]: how many land on this rank."""
 
     first: int
@@ -66,10 +66,10 @@ class LaunchExchange:
     rank     of the CP group
     hops     spans of the launches, each in place of a hop. Key segments are cut to what arrives
     rows     rows of each launch's K/V: those of `direct` come first, then those of `onward`
-    direct   from own rows to the K/V of a launch; groups are launches
-    landing  from own rows to landed rows; groups are batches
-    onward   from landed rows of a launch's batch to the K/V of the launch; groups are launches
-    batches  of rows that land, in the order of launches; no two have one launch
+    direct   from own rows to the K/V of a launch; transfers are launches
+    landing  from own rows to landed rows; transfers are chunks
+    onward   from landed rows of a launch's chunk to the K/V of the launch; transfers are launches
+    chunks  of rows that land, in the order of launches; no two have one launch
     between_hosts  as `Landing.between_hosts`
     """
 
@@ -79,7 +79,7 @@ class LaunchExchange:
     direct: RowFlow
     landing: RowFlow
     onward: RowFlow
-    batches: list[Batch]
+    chunks: list[Chunk]
     between_hosts: Ints
 
     @classmethod
@@ -93,7 +93,7 @@ class LaunchExchange:
         kv_budget: int | None = None,
     ) -> LaunchExchange:
         """hops: spans of the rank. hosts: of each rank. launch: (steps,) of each
-        `HostRanks.step`, ascending, 0 for step 0 alone; default `launch_of_step` for a budget.
+        `HostRanks.ring_step`, ascending, 0 for step 0 alone; default `launch_of_step` for a budget.
         """
         landing = Landing.of(exchange, hosts)
         launch = launch_of_step(exchange, landing, kv_budget) if launch is None else launch
@@ -118,42 +118,42 @@ class LaunchExchange:
         rows = into.rows + last.rows
         rows[0] = exchange.tokens[rank]
         owners = (rank - np.arange(world)) % world
-        of_hop = launch[landing.ranks.step(owners, np.full_like(owners, rank))]
+        of_hop = launch[landing.ranks.ring_step(owners, np.full_like(owners, rank))]
         at = np.concatenate((came.at_hop, again.at_hop))
         shift = np.concatenate((into.first - came.begin, last.first - again.begin))
         by_hop = np.argsort(at)
         plan = _cut_to_runs(exchange, hops, of_hop, count, at[by_hop], shift[by_hop])
         flows = direct, landed.flow, onward
-        return cls(rank, plan, rows.tolist(), *flows, landed.batches, landing.between_hosts)
+        return cls(rank, plan, rows.tolist(), *flows, landed.chunks, landing.between_hosts)
 
     @property
     def flows(self) -> list[RowFlow]:
         """`direct`, and `landing` and `onward` if rows land on any rank."""
-        return [self.direct, *([self.landing, self.onward] if self.batches else [])]
+        return [self.direct, *([self.landing, self.onward] if self.chunks else [])]
 
     def landing_before(self, launch: int) -> int | None:
-        """The batch that lands in the exchange that brings the K/V of `launch`: one launch before
+        """The chunk that lands in the exchange that brings the K/V of `launch`: one launch before
         its first rows go on."""
-        return self._batch(lambda batch: batch.first == launch + 1)
+        return self._chunk(lambda chunk: chunk.first == launch + 1)
 
     def landed_for(self, launch: int) -> int | None:
-        """The batch from which rows go on to `launch`."""
-        return self._batch(lambda batch: batch.first <= launch <= batch.last)
+        """The chunk from which rows go on to `launch`."""
+        return self._chunk(lambda chunk: chunk.first <= launch <= chunk.last)
 
     def summed_after(self, launch: int) -> int | None:
-        """The batch whose sums of dK/dV go back in the exchange that returns those of `launch`."""
-        return self._batch(lambda batch: batch.last == launch - 1)
+        """The chunk whose sums of dK/dV go back in the exchange that returns those of `launch`."""
+        return self._chunk(lambda chunk: chunk.last == launch - 1)
 
-    def _batch(self, chosen: Callable[[Batch], bool]) -> int | None:
-        return next((n for n, batch in enumerate(self.batches) if chosen(batch)), None)
+    def _chunk(self, chosen: Callable[[Chunk], bool]) -> int | None:
+        return next((n for n, chunk in enumerate(self.chunks) if chosen(chunk)), None)
 
 
-class _Groups(NamedTuple):
-    """Runs one after the other in a buffer of each group.
+class _Transfers(NamedTuple):
+    """Runs one after the other in a buffer of each transfer.
 
-    rows   (groups,)
-    first  (runs,) row of the group's buffer
-    parts  of each group: its peers
+    rows   (transfers,)
+    first  (runs,) row of the transfer's buffer
+    parts  of each transfer: its peers
     """
 
     rows: Ints
@@ -162,27 +162,27 @@ class _Groups(NamedTuple):
 
 
 def _lay_out(
-    groups: int, group: Ints, peer: Ints, hop: Ints, size: Ints, start: Ints | int = 0
-) -> _Groups:
-    """group, peer, hop, size: (runs,) by ascending group, the runs of a peer together.
+    transfers: int, transfer: Ints, peer: Ints, hop: Ints, size: Ints, start: Ints | int = 0
+) -> _Transfers:
+    """transfer, peer, hop, size: (runs,) by ascending transfer, the runs of a peer together.
 
-    start: the row at which each group begins in its buffer.
+    start: the row at which each transfer begins in its buffer.
     """
-    rows = np.bincount(group, size, groups).astype(np.int64)
-    first = np.cumsum(size) - size + (start - (np.cumsum(rows) - rows))[group]
-    parts: list[list[PeerRows]] = [[] for _ in range(groups)]
-    opens = np.ones(len(group), bool)
-    opens[1:] = (np.diff(group) != 0) | (np.diff(peer) != 0)
+    rows = np.bincount(transfer, size, transfers).astype(np.int64)
+    first = np.cumsum(size) - size + (start - (np.cumsum(rows) - rows))[transfer]
+    parts: list[list[PeerRows]] = [[] for _ in range(transfers)]
+    opens = np.ones(len(transfer), bool)
+    opens[1:] = (np.diff(transfer) != 0) | (np.diff(peer) != 0)
     (at,) = np.nonzero(opens)
-    end = (first + size)[np.append(at[1:], len(group)) - 1] if len(at) else at
-    columns = (x.tolist() for x in (group[at], hop[at], peer[at], first[at], end))
+    end = (first + size)[np.append(at[1:], len(transfer)) - 1] if len(at) else at
+    columns = (x.tolist() for x in (transfer[at], hop[at], peer[at], first[at], end))
     for number, *part in zip(*columns, strict=True):
         parts[number].append(PeerRows(*part))
-    return _Groups(rows, first, parts)
+    return _Transfers(rows, first, parts)
 
 
-def _flow(rows: Ints, leaving: _Groups, arriving: _Groups) -> RowFlow:
-    """rows: of the sender's buffer, group by group."""
+def _flow(rows: Ints, leaving: _Transfers, arriving: _Transfers) -> RowFlow:
+    """rows: of the sender's buffer, transfer by transfer."""
     sent = np.split(rows, np.cumsum(leaving.rows)[:-1])[: len(leaving.rows)]
     return RowFlow(sent, leaving.parts, arriving.parts)
 
@@ -200,7 +200,7 @@ class _Runs(NamedTuple):
     size: Ints
     reader: Ints
     via: Ints
-    step: Ints
+    ring_step: Ints
     launch: Ints
 
     @classmethod
@@ -212,14 +212,14 @@ class _Runs(NamedTuple):
         passed = landing.rank[owner, host[reader]] == rank
         owner, hop, begin, end = exchange.runs((owner == rank) | (reader == rank) | passed).T
         reader = (owner + hop) % world
-        step = landing.ranks.step(owner, reader)
+        ring_step = landing.ranks.ring_step(owner, reader)
         via = landing.rank[owner, host[reader]]
-        return cls(owner, hop, begin, end - begin, reader, via, step, launch[step])
+        return cls(owner, hop, begin, end - begin, reader, via, ring_step, launch[ring_step])
 
     def ordered(self, chosen: Bools, *keys: Ints) -> _Runs:
-        """The chosen ones by keys, then step and begin. chosen: (runs,)."""
+        """The chosen ones by keys, then ring step and begin. chosen: (runs,)."""
         (found,) = np.nonzero(chosen)
-        order = np.lexsort([key[found] for key in (self.begin, self.step, *reversed(keys))])
+        order = np.lexsort([key[found] for key in (self.begin, self.ring_step, *reversed(keys))])
         return _Runs(*(x[found[order]] for x in self))
 
     def rows(self) -> Ints:
@@ -236,15 +236,15 @@ class _Runs(NamedTuple):
 class _Landed:
     """What lands on a rank, and what it sends to land.
 
-    Every batch opens at launch 2 or later: its rows land in the exchange of the launch before, and
+    Every chunk opens at launch 2 or later: its rows land in the exchange of the launch before, and
     the first exchange is that of launch 1.
 
     begins  (runs,) ascending, 2^32 * owner + the first row of each run that lands here
-    shift   (runs,) from an owner's row to the row in the batch's buffer
+    shift   (runs,) from an owner's row to the row in the chunk's buffer
     """
 
     flow: RowFlow
-    batches: list[Batch]
+    chunks: list[Chunk]
     begins: Ints
     shift: Ints
 
@@ -255,35 +255,35 @@ class _Landed:
         peer, size = landing.rank[owner, host], end - begin
         far = (host - landing.ranks.host[owner]) % hosts
         first = launch[most * far]
-        opens = np.unique(first[peer >= 0])  # launches: one for each batch, on all ranks
+        opens = np.unique(first[peer >= 0])  # launches: one for each chunk, on all ranks
         assert (opens >= 2).all(), "rows of the first launch would never land"
-        batch, count = np.searchsorted(opens, first), len(opens)
+        chunk, count = np.searchsorted(opens, first), len(opens)
         last = np.zeros(count, np.int64)
-        np.maximum.at(last, batch[peer >= 0], launch[most * (far + 1) - 1][peer >= 0])
+        np.maximum.at(last, chunk[peer >= 0], launch[most * (far + 1) - 1][peer >= 0])
 
         world = len(landing.rank)
         (out,) = np.nonzero((owner == rank) & (peer >= 0))
-        out = out[np.lexsort((begin[out], far[out], batch[out]))]
-        goes = _lay_out(count, batch[out], peer[out], (peer - owner)[out] % world, size[out])
+        out = out[np.lexsort((begin[out], far[out], chunk[out]))]
+        goes = _lay_out(count, chunk[out], peer[out], (peer - owner)[out] % world, size[out])
         (into,) = np.nonzero(peer == rank)
-        order = np.argsort(batch[into], kind="stable")
-        by_batch = into[order]
+        order = np.argsort(chunk[into], kind="stable")
+        by_chunk = into[order]
         came = _lay_out(
             count,
-            *(x[by_batch] for x in (batch, owner, (rank - owner) % world, size)),
+            *(x[by_chunk] for x in (chunk, owner, (rank - owner) % world, size)),
         )
         shift = np.empty_like(order)
-        shift[order] = came.first - begin[by_batch]
-        batches = zip(opens.tolist(), last.tolist(), came.rows.tolist(), strict=True)
+        shift[order] = came.first - begin[by_chunk]
+        chunks = zip(opens.tolist(), last.tolist(), came.rows.tolist(), strict=True)
         return cls(
             _flow(concat_ranges(begin[out], size[out]), goes, came),
-            [Batch(*batch) for batch in batches],
+            [Chunk(*chunk) for chunk in chunks],
             (owner << 32)[into] + begin[into],
             shift,
         )
 
     def rows_of(self, runs: _Runs) -> Ints:
-        """The rows in the batches' buffers of runs that land here."""
+        """The rows in the chunks' buffers of runs that land here."""
         at = (runs.owner << 32) + runs.begin
         run = np.searchsorted(self.begins, at, side="right") - 1
         return concat_ranges(runs.begin + self.shift[run], runs.size)

@@ -1,4 +1,4 @@
-"""Which launch attends to the K/V of each step."""
+"""Which launch attends to the K/V of each ring step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUFFERS = 7  # of K/V at most, each of at most the rows of a launch
 
 
 def launch_of_step(exchange: KVExchange, landing: Landing, kv_budget: int | None = None) -> Ints:
-    """(steps,) ascending, for each `HostRanks.step`: the own keys alone, then several steps.
+    """(steps,) ascending, for each `HostRanks.ring_step`: the own keys alone, then several steps.
 
     A rank sends and receives for a launch at most two thirds of the largest block, or what is
     visible at one step, or what lands on one rank for one distance between hosts. So with one host
@@ -23,9 +23,9 @@ def launch_of_step(exchange: KVExchange, landing: Landing, kv_budget: int | None
     same limit holds for rows that land, and for those that leave to land.
 
     With a budget the limit is the largest part of it, of a half to a seventh, for which the buffers
-    have no more rows than the budget; if none fits, what one step or distance needs.
+    have no more rows than the budget; if none fits, what one ring step or distance needs.
 
-    All rows of one distance land in one batch. Its steps share a launch or, if they are too many,
+    All rows of one distance land in one chunk. Its steps share a launch or, if they are too many,
     have several launches of their own.
 
     Raises:
@@ -49,7 +49,7 @@ def launch_of_step(exchange: KVExchange, landing: Landing, kv_budget: int | None
 class _MovedRows(NamedTuple):
     """Rows of each rank.
 
-    steps  (2, steps, world) sent and received at each `HostRanks.step`
+    steps  (2, steps, world) sent and received at each `HostRanks.ring_step`
     lands  (2, hosts, world) sent to land and landed, by distance between hosts
     """
 
@@ -66,10 +66,10 @@ class _MovedRows(NamedTuple):
         owner, hop = np.divmod(np.arange(world * world), world)
         reader = (owner + hop) % world
         via = landing.rank[owner, ranks.host[reader]]
-        step = ranks.step(owner, reader)
+        ring_step = ranks.ring_step(owner, reader)
         steps = np.zeros((2, hosts * most, world), np.int64)
-        np.add.at(steps[0], (step, np.where(via < 0, owner, via)), rows.ravel())
-        steps[1, step, reader] = rows.ravel()
+        np.add.at(steps[0], (ring_step, np.where(via < 0, owner, via)), rows.ravel())
+        steps[1, ring_step, reader] = rows.ravel()
         lands = np.zeros((2, hosts, world), np.int64)
         owner, host = np.nonzero(landing.rank >= 0)
         far = (host - ranks.host[owner]) % hosts
@@ -79,7 +79,7 @@ class _MovedRows(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The least limit of a launch: one step, or what lands for one distance."""
+        """The least limit of a launch: one ring step, or what lands for one distance."""
         return int(max(self.steps.max(), self.lands.max()))
 
 

@@ -1,4 +1,5 @@
-"""The command, `python -m ringfa3.bench attention`, on the CPU."""
+"""If this fails, `python -m ringfa3.bench attention` stops, or writes no results. The command,
+`python -m ringfa3.bench attention`, on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Cases of the benchmark: their masks, counted against brute force, and their sets."""
+"""If this fails, speeds of attention are divided by a wrong number of FLOPs, or a set lacks cases.
+Cases of the benchmark: their masks, counted against brute force, and their sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Results: JSON and back, tables, plots, and the line at the end."""
+"""If this fails, stored results cannot be read again, or tables and plots show other numbers.
+Results: JSON and back, tables, plots, and the line at the end."""
 
 from __future__ import annotations
 

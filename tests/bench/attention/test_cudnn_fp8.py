@@ -1,4 +1,5 @@
-"""cuDNN's FP8 forward: a module stands for its frontend on the CPU and computes in float32."""
+"""If this fails, the figures of cuDNN's FP8 forward are of another problem than RingFA3's. cuDNN's
+FP8 forward: a module stands for its frontend on the CPU and computes in float32."""
 
 from __future__ import annotations
 

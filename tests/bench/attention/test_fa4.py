@@ -1,4 +1,5 @@
-"""FlashAttention-4 by its Python interface: a folder of wheels stands for it on the CPU."""
+"""If this fails, figures of FlashAttention-4 are missing, or those of another version.
+FlashAttention-4 by its Python interface: a folder of wheels stands for it on the CPU."""
 
 from __future__ import annotations
 

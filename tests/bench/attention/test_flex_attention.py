@@ -1,4 +1,4 @@
-"""FlexAttention under masks of spans: the keys of a row, and the blocks that are visited."""
+"""If this fails, FlexAttention and FlashAttention-4 are timed under another mask than RingFA3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`python -m ringfa3.bench attention --set host`, on the CPU: whose times it takes, and how."""
+"""If this fails, the published host times are those of another call. `python -m ringfa3.bench
+attention --set host`, on the CPU: whose times it takes, and how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calibration of the time model: costs are found again from times that follow from them."""
+"""If this fails, predictions for many GPUs rest on wrong costs. Calibration of the time model:
+costs are found again from times that follow from them."""
 
 from __future__ import annotations
 

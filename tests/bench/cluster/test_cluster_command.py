@@ -1,4 +1,5 @@
-"""`python -m ringfa3.bench cluster`: files, table and errors."""
+"""If this fails, `python -m ringfa3.bench cluster` stops, or writes a wrong table. `python -m
+ringfa3.bench cluster`: files, table and errors."""
 
 from __future__ import annotations
 

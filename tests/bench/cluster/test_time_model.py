@@ -1,4 +1,5 @@
-"""Predicted steps, work and bytes, against figures worked out by hand and a count of all pairs."""
+"""If this fails, predicted steps of large jobs are wrong. Predicted steps, work and bytes, against
+figures worked out by hand and a count of all pairs."""
 
 from __future__ import annotations
 

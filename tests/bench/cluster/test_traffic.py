@@ -1,4 +1,5 @@
-"""Rows that ranks exchange by the rule of each transport, against figures worked out by hand."""
+"""If this fails, predicted bytes between hosts are wrong. Rows that ranks exchange by the rule of
+each transport, against figures worked out by hand."""
 
 from __future__ import annotations
 

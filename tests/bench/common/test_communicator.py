@@ -1,4 +1,5 @@
-"""The communicator of the benchmarks, on processes that talk over gloo."""
+"""If this fails, benchmarks of several ranks hang, or take the time of one rank. The communicator
+of the benchmarks, on processes that talk over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows of the benchmark: right results are timed, wrong ones are not; the check against `dense`."""
+"""If this fails, a wrong result gets a speed in the tables. Rows of the benchmark: right results
+are timed, wrong ones are not; the check against `dense`."""
 
 from __future__ import annotations
 

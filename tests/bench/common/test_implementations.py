@@ -1,4 +1,5 @@
-"""Every implementation against `dense` attention in float32."""
+"""If this fails, a library in the tables computes another attention than the others. Every
+implementation against `dense` attention in float32."""
 
 from __future__ import annotations
 

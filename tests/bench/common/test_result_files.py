@@ -1,4 +1,5 @@
-"""Committed result files: their keys are those of format 1, whatever the attributes are called."""
+"""If this fails, results of earlier versions cannot be read. Committed result files: their keys are
+those of format 1, whatever the attributes are called."""
 
 from __future__ import annotations
 

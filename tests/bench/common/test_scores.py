@@ -1,4 +1,5 @@
-"""Inputs with other scores than N(0,1): what they promise holds after rounding to bf16 and fp16."""
+"""If this fails, the tables of scores measure other inputs than they name. Inputs with other scores
+than N(0,1): what they promise holds after rounding to bf16 and fp16."""
 
 from __future__ import annotations
 

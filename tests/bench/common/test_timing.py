@@ -1,4 +1,5 @@
-"""Paired timing, with a stopwatch that records its calls; statistics."""
+"""If this fails, ratios in the tables depend on the drift of a GPU's clock. Paired timing, with a
+stopwatch that records its calls; statistics."""
 
 from __future__ import annotations
 

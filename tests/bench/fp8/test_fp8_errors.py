@@ -1,4 +1,5 @@
-"""`python -m ringfa3.bench fp8`: errors of designs, by the PyTorch fallback."""
+"""If this fails, the published errors of 8-bit attention are wrong. `python -m ringfa3.bench fp8`:
+errors of designs, by the PyTorch fallback."""
 
 from __future__ import annotations
 

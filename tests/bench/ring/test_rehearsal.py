@@ -1,4 +1,5 @@
-"""The rehearsal of a ring on two GPUs, on a fake CUDA: which GPU is which peer; calls end."""
+"""If this fails, a rehearsal of a large ring hangs, or measures another ring. The rehearsal of a
+ring on two GPUs, on a fake CUDA: which GPU is which peer; calls end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The command `python -m ringfa3.bench ring`: jobs under torchrun, and their files."""
+"""If this fails, `python -m ringfa3.bench ring` stops, hangs, or writes no results. The command
+`python -m ringfa3.bench ring`: jobs under torchrun, and their files."""
 
 from __future__ import annotations
 

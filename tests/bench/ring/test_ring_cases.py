@@ -1,4 +1,5 @@
-"""The cases of `python -m ringfa3.bench ring`."""
+"""If this fails, rings are compared on unequal problems. The cases of `python -m ringfa3.bench
+ring`."""
 
 from __future__ import annotations
 

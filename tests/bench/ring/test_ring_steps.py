@@ -1,4 +1,5 @@
-"""Rows of whole steps are timed only where their results are right."""
+"""If this fails, a whole step with a wrong result gets a speed in the tables. Rows of whole steps
+are timed only where their results are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Results of rings: JSON, tables, a line for each set, plots."""
+"""If this fails, tables, summaries and plots of rings show other numbers than were measured.
+Results of rings: JSON, tables, a line for each set, plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`python -m ringfa3.bench tables`: the pages of figures and the files that they are made from."""
+"""If this fails, the pages show other figures than the result files. `python -m ringfa3.bench
+tables`: the pages of figures and the files that they are made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Config values that cannot work, and the nearest valid ones."""
+"""If this fails, a run with settings that cannot work starts, and fails later. Config values that
+cannot work, and the nearest valid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Speeds of ``hardware``: lists that do not fit each other, and the files of the group."""
+"""If this fails, wrong speeds in a hardware file pass, and predictions are wrong. Speeds of
+``hardware``: lists that do not fit each other, and the files of the group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Each value against the limits that the schema states for its key."""
+"""If this fails, a value outside its limits passes. Each value against the limits that the schema
+states for its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Folders that a run cannot start from: each is one line, before any process group and torch."""
+"""If this fails, a job takes GPUs before it finds that its folders are wrong. Folders that a run
+cannot start from: each is one line, before any process group and torch."""
 
 from __future__ import annotations
 

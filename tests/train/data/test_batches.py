@@ -1,4 +1,5 @@
-"""A rank's shard of a sample, its micro-batches, and the thread that prefetches them."""
+"""If this fails, ranks train on wrong tokens, labels or positions. A rank's shard of a sample, its
+micro-batches, and the thread that prefetches them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Packing of whole slices, against the definition of best fit, longest first."""
+"""If this fails, packed samples waste room or lose documents. Packing of whole slices, against the
+definition of best fit, longest first."""
 
 from __future__ import annotations
 

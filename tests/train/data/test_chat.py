@@ -1,4 +1,5 @@
-"""Conversations and completions, against ``apply_chat_template`` of transformers."""
+"""If this fails, chat models learn the wrong turns, or other text than users will send.
+Conversations and completions, against ``apply_chat_template`` of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Conversations in a corpus: labels of samples, ranks and epochs, mixtures, tables, probes."""
+"""If this fails, training on conversations uses wrong labels in some rank or epoch. Conversations
+in a corpus: labels of samples, ranks and epochs, mixtures, tables, probes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Files to documents, and the split by their texts alone."""
+"""If this fails, a file is read wrongly, or held-out text is trained on. Files to documents, and
+the split by their texts alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tokenised splits: read as written, rejected if the index is wrong, errors name the document."""
+"""If this fails, a damaged corpus trains a model without an error. Tokenised splits: read as
+written, rejected if the index is wrong, errors name the document."""
 
 from __future__ import annotations
 

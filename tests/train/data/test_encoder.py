@@ -1,4 +1,5 @@
-"""The ends of documents: EOS stands at the end of a whole document, and is a target there."""
+"""If this fails, models do not learn where documents end. The ends of documents: EOS stands at the
+end of a whole document, and is a target there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Manifests: they are read as written, and name any difference."""
+"""If this fails, damaged files pass as whole. Manifests: they are read as written, and name any
+difference."""
 
 from __future__ import annotations
 

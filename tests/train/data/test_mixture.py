@@ -1,4 +1,5 @@
-"""Mixing by weight: exact shares, no gaps, no repeats, a pure function."""
+"""If this fails, sources are trained on in other shares than their weights. Mixing by weight: exact
+shares, no gaps, no repeats, a pure function."""
 
 from __future__ import annotations
 

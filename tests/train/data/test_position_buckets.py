@@ -1,4 +1,4 @@
-"""Buckets of positions, and exact sums over them."""
+"""If this fails, the losses by position are wrong. Buckets of positions, and exact sums in them."""
 
 from __future__ import annotations
 

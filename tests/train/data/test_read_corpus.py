@@ -1,4 +1,5 @@
-"""What a corpus reads of a folder: token ids as their text, long files, and what is left out."""
+"""If this fails, text of a folder is left out without notice. What a corpus reads of a folder:
+token ids as their text, long files, and what is left out."""
 
 from __future__ import annotations
 

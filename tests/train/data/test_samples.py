@@ -1,4 +1,5 @@
-"""Packing: every token of an epoch once, boundaries, labels."""
+"""If this fails, tokens are trained on twice, or never. Packing: every token of an epoch once,
+boundaries, labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tokenised corpora: lossless, built once, rebuilt after changes, verified when opened."""
+"""If this fails, a run trains on outdated or damaged tokens. Tokenised corpora: lossless, built
+once, rebuilt after changes, verified when opened."""
 
 from __future__ import annotations
 

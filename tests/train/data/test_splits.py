@@ -1,4 +1,5 @@
-"""The splits of documents, and the errors for a split without documents."""
+"""If this fails, held-out losses are those of other documents. The splits of documents, and the
+errors for a split without documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tokenizer files: settings that change no token. Training is linear, and shows progress."""
+"""If this fails, a tokenizer file gives other tokens than its text has, or its training takes
+hours. Tokenizer files: settings that change no token. Training is linear, and shows progress."""
 
 from __future__ import annotations
 

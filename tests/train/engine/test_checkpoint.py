@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, verified, independent of the number of ranks."""
+"""If this fails, a checkpoint is lost, or a damaged one is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``train.compile=block`` under every engine: the steps of uncompiled ddp, within 1e-5."""
+"""If this fails, compiled training differs from uncompiled. ``train.compile=block`` under every
+engine: the steps of uncompiled ddp, within 1e-5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""SIGTERM during a step of a sharded engine: saved concurrently with the step, exit code 0.
+"""If this fails, a job that is stopped loses its last steps. SIGTERM during a step of a sharded
+engine: saved concurrently with the step, exit code 0.
 
 The reference is a run of ddp without a stop: the steps after the stop agree within 1e-5.
 """

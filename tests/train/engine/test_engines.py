@@ -1,4 +1,5 @@
-"""Engines against each other: the same steps, the same evaluation, the same checkpoints.
+"""If this fails, a model trains differently under another engine. Engines against each other: the
+same steps, the same evaluation, the same checkpoints.
 
 The reference is ``ddp``: in float32 the loss and the gradient norm of every step must agree within
 1e-5. AdamW hides a wrong scale of the gradients from the loss; the clipped norm shows it.

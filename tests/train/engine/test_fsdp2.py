@@ -1,4 +1,5 @@
-"""``engine=fsdp2`` in bfloat16, and the gradients of several micro-batches.
+"""If this fails, FSDP2 trains with wrong gradients. ``engine=fsdp2`` in bfloat16, and the gradients
+of several micro-batches.
 
 The reference of every gradient is ddp in float32, with the same weights and the same documents.
 """

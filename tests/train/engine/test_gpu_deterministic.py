@@ -1,4 +1,5 @@
-"""``train.deterministic`` on GPUs: `pytest -m gpu -s tests/train/engine/test_gpu_deterministic.py`.
+"""If this fails, deterministic runs on GPUs differ from each other. ``train.deterministic`` on
+GPUs: `pytest -m gpu -s tests/train/engine/test_gpu_deterministic.py`.
 
 Whole runs under torchrun on 2 GPUs at cp 2, or on one. The test prints tokens/s of a run with the
 key and of a run without it.

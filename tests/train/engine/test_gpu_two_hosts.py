@@ -1,4 +1,5 @@
-"""Two torchrun agents as on two hosts: `pytest -m gpu tests/train/engine/test_gpu_two_hosts.py`.
+"""If this fails, training over two hosts computes something else than on one. Two torchrun agents
+as on two hosts: `pytest -m gpu tests/train/engine/test_gpu_two_hosts.py`.
 
 Each agent has one process, with a GPU of its own where there are two; one GPU serves both. NCCL
 takes the agents for two hosts and moves everything by sockets, K/V of the ring included. The

@@ -1,4 +1,5 @@
-"""The norm of gradients and the clip: the same whole and in shards, at any size, on the CPU."""
+"""If this fails, gradients are clipped by another norm than the true one. The norm of gradients and
+the clip: the same whole and in shards, at any size, on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Copies for checkpoints: host memory of their exact size, pinned once for a GPU."""
+"""If this fails, checkpoints take more host memory than predicted, and a job is killed. Copies for
+checkpoints: host memory of their exact size, pinned once for a GPU."""
 
 from __future__ import annotations
 

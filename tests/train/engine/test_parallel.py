@@ -1,4 +1,5 @@
-"""The device of a process; ``shutdown``: its barriers, and the end of the process groups."""
+"""If this fails, processes of a job take the same GPU, or hang at its end. The device of a process;
+``shutdown``: its barriers, and the end of the process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Parts of tensors: their rectangles cover what the rank holds, once, whatever the sharding."""
+"""If this fails, a checkpoint lacks parts of a tensor. Parts of tensors: their rectangles cover
+what the rank holds, once, whatever the sharding."""
 
 from __future__ import annotations
 

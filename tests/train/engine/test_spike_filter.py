@@ -1,4 +1,4 @@
-"""Which steps are skipped."""
+"""If this fails, a run learns from broken steps, or skips good ones. Which steps are skipped."""
 
 from __future__ import annotations
 

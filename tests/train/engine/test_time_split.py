@@ -1,4 +1,5 @@
-"""The split of a step's time, on a simulated device: a stream that runs work in order."""
+"""If this fails, the split of a step's time blames the wrong part. The split of a step's time, on a
+simulated device: a stream that runs work in order."""
 
 from __future__ import annotations
 

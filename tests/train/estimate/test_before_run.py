@@ -1,4 +1,5 @@
-"""The prediction before a run on GPUs, on a machine without one."""
+"""If this fails, a job that does not fit starts, and runs out of memory. The prediction before a
+run on GPUs, on a machine without one."""
 
 from __future__ import annotations
 

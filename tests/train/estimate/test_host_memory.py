@@ -1,4 +1,5 @@
-"""Host memory, in folders that show a machine and its control groups."""
+"""If this fails, a job is killed for host memory that it was promised. Host memory, in folders that
+show a machine and its control groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions against arithmetic done by hand, and the smallest change that fits."""
+"""If this fails, predictions are wrong. They are compared with arithmetic done by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory and time of large, measured, and compiled jobs, against figures by hand and of GPUs."""
+"""If this fails, predicted times of large jobs are wrong. Memory and time of large, measured, and
+compiled jobs, against figures by hand and of GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Predictions of jobs whose micro-batches have several samples: ``data.tokens_per_rank``."""
+"""If this fails, predictions of jobs with several samples a step are wrong. Predictions of jobs
+whose micro-batches have several samples: ``data.tokens_per_rank``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``config.json`` against transformers: read, written, and refused."""
+"""If this fails, a model of transformers is taken over with other settings. ``config.json`` against
+transformers: read, written, and refused."""
 
 from __future__ import annotations
 

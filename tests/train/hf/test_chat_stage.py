@@ -1,4 +1,5 @@
-"""From a folder of transformers to a chat model: train on conversations, export, generate."""
+"""If this fails, a chat model cannot be trained from a folder of transformers. From a folder of
+transformers to a chat model: train on conversations, export, generate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An exported folder reads a text as the trainer does: its tokens, BOS, EOS, and their loss."""
+"""If this fails, an exported model reads text as other tokens than it was trained on. An exported
+folder reads a text as the trainer does: its tokens, BOS, EOS, and their loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Weights from transformers to the trainer and back; logits against transformers."""
+"""If this fails, weights change on the way from transformers or back. Weights from transformers to
+the trainer and back; logits against transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""JSON lines after a torn end, a resumed run and a full disk."""
+"""If this fails, a resumed run loses or garbles its metrics. JSON lines after a torn end, a resumed
+run and a full disk."""
 
 from __future__ import annotations
 

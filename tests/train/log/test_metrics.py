@@ -1,4 +1,4 @@
-"""The memory in a line of metrics."""
+"""If this fails, the reported memory is wrong. The memory in a line of metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The curves in the plots of a run and of a sweep."""
+"""If this fails, plots of a run show other curves than its metrics. The curves in the plots of a
+run and of a sweep."""
 
 from __future__ import annotations
 

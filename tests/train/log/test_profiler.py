@@ -1,4 +1,5 @@
-"""Profiling: the steps in a trace, the ranks that write one, and no profiler at all when off."""
+"""If this fails, a profile lacks its steps, or profiling slows all other steps. Profiling: the
+steps in a trace, the ranks that write one, and no profiler at all when off."""
 
 from __future__ import annotations
 

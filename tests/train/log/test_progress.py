@@ -1,4 +1,5 @@
-"""The progress of a run: its figures, in one unit, and lines without a broken word."""
+"""If this fails, the console shows wrong figures. The progress of a run: its figures, in one unit,
+and lines without a broken word."""
 
 from __future__ import annotations
 

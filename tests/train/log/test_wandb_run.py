@@ -1,4 +1,5 @@
-"""W&B: the data sent, the id of a resumed run, and errors that must not end training.
+"""If this fails, W&B lacks data, or an error of it ends training. W&B: the data sent, the id of a
+resumed run, and errors that must not end training.
 
 Against a recording stand-in for the package.
 """

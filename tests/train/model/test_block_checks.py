@@ -1,4 +1,5 @@
-"""The checks of a long block, on a short one: they pass, and find what is wrong."""
+"""If this fails, wrong gradients of very long contexts pass the tests on GPUs. The checks of a long
+block, on a short one: they pass, and find what is wrong."""
 
 from __future__ import annotations
 

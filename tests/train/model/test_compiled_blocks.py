@@ -1,4 +1,5 @@
-"""``train.compile=block`` against the same model uncompiled."""
+"""If this fails, compiled blocks compute something else. ``train.compile=block`` against the same
+model uncompiled."""
 
 from __future__ import annotations
 

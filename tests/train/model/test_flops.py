@@ -1,4 +1,5 @@
-"""FLOPs of a step, against what a model really multiplies and against a dense mask."""
+"""If this fails, MFU is wrong. FLOPs of a step, against what a model really multiplies and against
+a dense mask."""
 
 from __future__ import annotations
 

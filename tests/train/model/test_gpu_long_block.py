@@ -1,6 +1,6 @@
-"""A block on more tokens than 32 bits can index the hidden states of: `pytest -m "gpu and soak" -s
-tests/train/model/test_gpu_long_block.py`.
-"""
+"""If this fails, very long contexts overflow an index, and train wrongly. A block on more tokens
+than 32 bits can index the hidden states of: `pytest -m "gpu and soak" -s
+tests/train/model/test_gpu_long_block.py`."""
 
 from __future__ import annotations
 

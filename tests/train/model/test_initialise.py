@@ -1,4 +1,5 @@
-"""Initial weights: a rank that holds some rows of a matrix draws those of the whole."""
+"""If this fails, a sharded model starts from other weights than a whole one. Initial weights: a
+rank that holds some rows of a matrix draws those of the whole."""
 
 from __future__ import annotations
 

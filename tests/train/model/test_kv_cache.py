@@ -1,4 +1,5 @@
-"""The KV cache: its contents, and attention with it."""
+"""If this fails, generated text differs from what the model would say without its cache. The KV
+cache: its contents, and attention with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The chunked loss against torch's cross entropy, unchunked and in float64."""
+"""If this fails, training minimises another loss. The chunked loss against torch's cross entropy,
+unchunked and in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Offloaded activations: gradients to the last bit, one ring per block, when copies run."""
+"""If this fails, offloaded activations change gradients. Offloaded activations: gradients to the
+last bit, one ring per block, when copies run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The schedule against values computed by hand; which parameters have weight decay."""
+"""If this fails, learning rates or weight decay differ from the settings. The schedule against
+values computed by hand; which parameters have weight decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The SwiGLU in chunks of tokens, against the whole one."""
+"""If this fails, chunks of the MLP change results. The SwiGLU in chunks of tokens, against the
+whole one."""
 
 from __future__ import annotations
 

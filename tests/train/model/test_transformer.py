@@ -1,4 +1,5 @@
-"""The model against an independent one in plain PyTorch, document by document, without packing."""
+"""If this fails, the model computes something else than its architecture. The model against an
+independent one in plain PyTorch, document by document, without packing."""
 
 from __future__ import annotations
 

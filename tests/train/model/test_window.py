@@ -1,4 +1,5 @@
-"""Layers of different windows that share a sample over ranks, against one process."""
+"""If this fails, models with several windows train differently over ranks. Layers of different
+windows that share a sample over ranks, against one process."""
 
 from __future__ import annotations
 

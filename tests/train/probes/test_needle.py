@@ -1,4 +1,5 @@
-"""Needles: what a trial contains, what counts as a match, and the same over two ranks."""
+"""If this fails, the needle test reports a wrong share. Needles: what a trial contains, what counts
+as a match, and the same over two ranks."""
 
 from __future__ import annotations
 

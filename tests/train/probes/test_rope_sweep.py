@@ -1,4 +1,5 @@
-"""RoPE settings without training: each is that of a model built with it."""
+"""If this fails, the comparison of RoPE settings is wrong. RoPE settings without training: each is
+that of a model built with it."""
 
 from __future__ import annotations
 

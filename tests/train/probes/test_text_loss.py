@@ -1,4 +1,5 @@
-"""``mode=eval``: the run's held-out text or a file, in one process or several."""
+"""If this fails, `mode=eval` reports a wrong loss. ``mode=eval``: the run's held-out text or a
+file, in one process or several."""
 
 from __future__ import annotations
 

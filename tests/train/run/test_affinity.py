@@ -1,4 +1,4 @@
-"""Threads and cores."""
+"""If this fails, processes of a host share cores, and training is slow. Threads and cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A job as a child process: the line that explains its failure, and a kill of all its processes."""
+"""If this fails, a sweep leaves processes behind, or hides why a job failed. A job as a child
+process: the line that explains its failure, and a kill of all its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What may change before a start that continues a run."""
+"""If this fails, a run continues under settings that it may not change. What may change before a
+start that continues a run."""
 
 from __future__ import annotations
 

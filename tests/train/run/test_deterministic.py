@@ -1,4 +1,5 @@
-"""``train.deterministic``: the settings that it changes or keeps, and the attention modules."""
+"""If this fails, deterministic runs differ, or a setting forbids them without an error.
+``train.deterministic``: the settings that it changes or keeps, and the attention modules."""
 
 from __future__ import annotations
 

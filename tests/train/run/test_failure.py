@@ -1,4 +1,4 @@
-"""The report of a failed rank."""
+"""If this fails, the report of a failed job names the wrong rank. The report of a failed rank."""
 
 from __future__ import annotations
 

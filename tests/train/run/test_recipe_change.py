@@ -1,4 +1,5 @@
-"""A run that continues changes its learning rate and its batch only by name."""
+"""If this fails, a resumed run changes its learning rate or batch unasked. A run that continues
+changes its learning rate and its batch only by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The config of an existing run: read back, with the command line's values on top."""
+"""If this fails, a run is read with other settings than it was trained with. The config of an
+existing run: read back, with the command line's values on top."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which runs may start or continue in an existing folder."""
+"""If this fails, a start overwrites another run. Which runs may start or continue in an existing
+folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The stopper, in separate processes: it always ends them, with the right exit code."""
+"""If this fails, a stopped job does not end, or ends with a wrong exit code. The stopper, in
+separate processes: it always ends them, with the right exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Updates wait while the lock is frozen, and a freeze promises the update in progress."""
+"""If this fails, a checkpoint holds half an update. Updates wait while the lock is frozen, and a
+freeze promises the update in progress."""
 
 from __future__ import annotations
 

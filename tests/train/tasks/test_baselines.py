@@ -1,4 +1,5 @@
-"""The baselines on examples computed by hand."""
+"""If this fails, the model is compared with wrong baselines. The baselines on examples computed by
+hand."""
 
 from __future__ import annotations
 

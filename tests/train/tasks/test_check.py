@@ -1,4 +1,5 @@
-"""``mode=check`` looks at the files of the corpus and the special tokens of the tokenizer."""
+"""If this fails, `mode=check` accepts a job that cannot start. ``mode=check`` looks at the files of
+the corpus and the special tokens of the tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Evaluation: every byte and token counts once; in a window of one token nothing else counts."""
+"""If this fails, held-out losses are wrong. Evaluation: every byte and token counts once; in a
+window of one token nothing else counts."""
 
 from __future__ import annotations
 

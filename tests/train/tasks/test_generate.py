@@ -1,4 +1,5 @@
-"""Generation: the cache changes no token, sampling follows its definition, text is complete."""
+"""If this fails, generated text is cut, or not sampled as asked. Generation: the cache changes no
+token, sampling follows its definition, text is complete."""
 
 from __future__ import annotations
 

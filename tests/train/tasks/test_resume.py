@@ -1,4 +1,5 @@
-"""The start of a run: the state, the weights and the settings that it goes on from."""
+"""If this fails, a run starts from the wrong step, weights or data. The start of a run: the state,
+the weights and the settings that it goes on from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The speed of a step in its line of metrics, with a host's clock in place of a GPU's."""
+"""If this fails, the reported speed is wrong. The speed of a step in its line of metrics, with a
+host's clock in place of a GPU's."""
 
 from __future__ import annotations
 

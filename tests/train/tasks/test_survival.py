@@ -1,4 +1,5 @@
-"""Killed, stopped and damaged runs continue, and compute the same as an undisturbed run.
+"""If this fails, a killed run loses steps, or continues differently. Killed, stopped and damaged
+runs continue, and compute the same as an undisturbed run.
 
 torchrun and its workers are forks, but with two agents, new interpreters.
 

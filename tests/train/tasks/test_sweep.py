@@ -1,4 +1,5 @@
-"""Sweeps: errors before anything starts, and the effect of one job's end on the others."""
+"""If this fails, a sweep stops at one failed job, or repeats finished ones. Sweeps: errors before
+anything starts, and the effect of one job's end on the others."""
 
 from __future__ import annotations
 

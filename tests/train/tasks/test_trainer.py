@@ -1,4 +1,5 @@
-"""The trainer in process: steps, skipped steps and roll-backs."""
+"""If this fails, training skips, repeats or loses steps. The trainer in process: steps, skipped
+steps and roll-backs."""
 
 from __future__ import annotations
 

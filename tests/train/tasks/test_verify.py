@@ -1,4 +1,5 @@
-"""``mode=verify``: it accepts a correct ring and names what is wrong with a broken one."""
+"""If this fails, `mode=verify` accepts a broken ring. ``mode=verify``: it accepts a correct ring
+and names what is wrong with a broken one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which files below a folder are read: patterns, links, and the reasons for what is left out."""
+"""If this fails, files of a folder are left out without notice. Which files below a folder are
+read: patterns, links, and the reasons for what is left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Files to texts: every format, and the errors for files that cannot be used."""
+"""If this fails, files become other text, or a broken one is read. Files to texts: every format,
+and the errors for files that cannot be used."""
 
 from __future__ import annotations
 

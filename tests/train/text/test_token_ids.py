@@ -1,4 +1,5 @@
-"""Token ids that another program wrote: Megatron's files, ``.npy``, and lists in records."""
+"""If this fails, token ids of another program become other tokens. Token ids that another program
+wrote: Megatron's files, ``.npy``, and lists in records."""
 
 from __future__ import annotations
 
