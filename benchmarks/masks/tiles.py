@@ -43,10 +43,8 @@ def block_counts(mask: Mask, m: int = TILE_M, n: int = TILE_N) -> tuple[int, int
 
 def _computed(plan: Plan, m: int, n: int) -> int:
     (tiling,) = plan.forward(m)
-    _, span, row, end_row = tiling.visits("q")
-    begin = np.maximum(0, row + span["lo"])
-    end = np.minimum(span["k1"] - span["k0"], end_row + span["hi"])
-    return int((-(-np.maximum(end - begin, 0) // n)).sum())  # blocks are of one span
+    _, columns = tiling.visit_columns()
+    return int((-(-columns // n)).sum())  # blocks are of one span
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Rings of plans with a budget and of `plan.cross` on GPUs, against float64: `pytest -m gpu`."""
+"""If this fails, a ring on GPUs with a memory budget or with keys of another plan is wrong, or has
+more rows in memory than its budget. References are in float64: `pytest -m gpu`."""
 
 from __future__ import annotations
 
