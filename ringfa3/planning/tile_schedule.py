@@ -106,11 +106,14 @@ class Tiling:
 
     def visited_columns(self) -> Ints:
         """(num_tiles,) columns that each tile of a forward visits."""
+        return np.bincount(*self.visit_columns(), len(self.tiles)).astype(np.int64)
+
+    def visit_columns(self) -> tuple[Ints, Ints]:
+        """(tile, number of columns) of all visits of a forward."""
         tile, span, i, end_row = self.visits("q")
         begin = np.maximum(0, i + span["lo"])
         end = np.minimum(span["k1"] - span["k0"], end_row + span["hi"])
-        columns = np.bincount(tile, np.maximum(0, end - begin), len(self.tiles))
-        return columns.astype(np.int64)
+        return tile, np.maximum(0, end - begin)
 
     def span_visits(self) -> Table:
         """(num_spans,) VISIT of a forward with clipped spans, which no tiles share."""

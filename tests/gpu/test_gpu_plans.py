@@ -1,5 +1,5 @@
-"""If this fails, plans with a budget or of `plan.cross` give wrong results in rings on GPUs. The
-reference is float64: `pytest -m gpu`."""
+"""If this fails, a ring on GPUs with a memory budget or with keys of another plan is wrong, or has
+more rows in memory than its budget. References are in float64: `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""If this fails, the published tile counts of masks are wrong. Counts of `benchmarks.mask_tiles`
+"""If this fails, the published tile counts of masks are wrong. Counts of `benchmarks.masks.tiles`
 against the dense mask."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.mask_tiles import block_counts
+from benchmarks.masks.tiles import block_counts
 from ringfa3 import Mask
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from ringfa3.bench.common.cases import (
     BACKWARD,
     CAUSAL,
@@ -216,15 +214,6 @@ def spans(shrink: int) -> Iterable[Case]:
 def tree(shrink: int) -> Iterable[Case]:
     """The trees of `spans`."""
     yield of_spans(TREE, TREES, span_masks(shrink)[TREES])
-
-
-def unfolded(case: Case) -> Case:
-    """The sequences of a mask of trees, one by one: from a root to each leaf."""
-    assert case.spans is not None
-    positions = case.spans.positions
-    leaves = np.flatnonzero(np.diff(positions, append=0) <= 0)  # the next node begins further up
-    lengths = tuple((positions[leaves] + 1).tolist())
-    return replace(case, lengths=lengths, window=CAUSAL, spans=None)
 
 
 def quantised(set_name: str, shrink: int) -> Iterable[Case]:

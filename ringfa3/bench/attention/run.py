@@ -26,7 +26,6 @@ from ringfa3.bench.attention.cases import (
     SPANS,
     TREE,
     select,
-    unfolded,
 )
 from ringfa3.bench.attention.cudnn_fp8 import NAME as CUDNN_FP8
 from ringfa3.bench.attention.cudnn_fp8 import cudnn_fp8
@@ -40,7 +39,7 @@ from ringfa3.bench.attention.sdpa import Sdpa
 from ringfa3.bench.attention.table import attention_line, attention_lines, attention_tables
 from ringfa3.bench.attention.zero_columns import ZeroColumns
 from ringfa3.bench.common import machine
-from ringfa3.bench.common.cases import DIRECTIONS, Case, without_spans
+from ringfa3.bench.common.cases import DIRECTIONS, Case, unfolded, without_spans
 from ringfa3.bench.common.comparison import (
     DeviceLostError,
     measure_row,

@@ -133,20 +133,6 @@ def short(tokens: int) -> str:
     return f"{tokens // K}k" if tokens >= K and tokens % K == 0 else str(tokens)
 
 
-def of_spans(set_name: str, label: str, mask: Mask) -> Case:
-    return Case(set_name, label, (mask.q_tokens,), 32, 8, 128, FULL, packed=True, spans=mask)
-
-
-def without_spans(case: Case) -> Case:
-    """What a mask of `spans` is compared with: the window without first keys, or a causal sequence
-    of equal FLOPs."""
-    if case.label != FIRST_KEYS:
-        return causal_of_equal_flops(case)
-    assert case.spans is not None
-    left = -int(case.spans.diagonal_spans[:, 4].max())  # of the window; first keys are further left
-    return replace(case, window=(left, 0), packed=False, spans=None)
-
-
 def span_masks(shrink: int) -> dict[str, Mask]:
     """By label. Runs have at least 8 tokens: each is a span, and CPUs are slow with many."""
     tokens, size, width = 64 * K // shrink, max(8, 256 // shrink), max(8, 128 // shrink)
@@ -167,3 +153,26 @@ def span_masks(shrink: int) -> dict[str, Mask]:
         FIRST_KEYS: Mask.documents(tokens, window_size=window, first_keys=4),
         "blocks of 128, 1 in 8": Mask.blocks(rows, columns, width, tokens),
     }
+
+
+def of_spans(set_name: str, label: str, mask: Mask) -> Case:
+    return Case(set_name, label, (mask.q_tokens,), 32, 8, 128, FULL, packed=True, spans=mask)
+
+
+def without_spans(case: Case) -> Case:
+    """What a mask of `spans` is compared with: the window without first keys, or a causal sequence
+    of equal FLOPs."""
+    if case.label != FIRST_KEYS:
+        return causal_of_equal_flops(case)
+    assert case.spans is not None
+    left = -int(case.spans.diagonal_spans[:, 4].max())  # of the window; first keys are further left
+    return replace(case, window=(left, 0), packed=False, spans=None)
+
+
+def unfolded(case: Case) -> Case:
+    """The sequences of a mask of trees, one by one: from a root to each leaf."""
+    assert case.spans is not None
+    positions = case.spans.positions
+    leaves = np.flatnonzero(np.diff(positions, append=0) <= 0)  # the next node begins further up
+    lengths = tuple((positions[leaves] + 1).tolist())
+    return replace(case, lengths=lengths, window=CAUSAL, spans=None)

@@ -25,23 +25,18 @@ def ring_block(results: Results) -> Iterator[str]:
 
 
 def _speed(rows: list[RingRow]) -> Iterator[str]:
-    """TFLOP/s of one GPU. "over single GPU": the ratio to the faster baseline."""
+    """TFLOP/s of one GPU. "over single GPU": the ratio to the faster baseline, if there is one."""
     first = rows[0]
     peers = [name for name in first.implementations[1:] if name not in first.baselines]
-    columns = [
-        "direction",
-        "GPUs",
-        "case",
-        f"{first.first}, TFLOP/s a GPU",
-        "over single GPU [95%]",
-    ]
+    columns = ["direction", "GPUs", "case", f"{first.first}, TFLOP/s a GPU"]
+    columns += ["over single GPU [95%]"] * bool(first.baselines)
     columns += [f"{name}, ratio [95%]" for name in peers]
     cells = []
     for row in rows:
         baseline = row.fastest_baseline
         cells.append(
             [row.direction, str(row.world), row.label, row.stopped or speed(row, row.first)]
-            + [ratio(baseline[1]) if baseline else ""]
+            + [ratio(baseline[1]) if baseline else ""] * bool(first.baselines)
             + [peer(row, name) for name in peers]
         )
     yield from table(columns, cells)

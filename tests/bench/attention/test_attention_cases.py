@@ -8,22 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ringfa3.bench.attention.cases import (
-    FIRST_KEYS,
-    HEAD_DIMS,
-    SETS,
-    select,
-    unfolded,
-)
+from ringfa3.bench.attention.cases import HEAD_DIMS, SETS, select
 from ringfa3.bench.attention.run import CPU_SHRINK
 from ringfa3.bench.common.cases import (
     BACKWARD,
     CAUSAL,
+    FIRST_KEYS,
     FORWARD,
     FULL,
     Case,
     causal_of_equal_flops,
     span_masks,
+    unfolded,
     without_spans,
 )
 from ringfa3.bench.common.scores import TIMED, UNTIMED

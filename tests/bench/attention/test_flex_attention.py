@@ -1,5 +1,4 @@
-"""If this fails, FlexAttention is timed under another mask than RingFA3. The keys of a row, and the
-blocks that are visited, under masks of spans."""
+"""If this fails, FlexAttention and FlashAttention-4 are timed under another mask than RingFA3."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Blocks of scores that a forward computes under a mask, and those that hold a pair.
 
-    python -m benchmarks.mask_tiles
+    python -m benchmarks.masks.tiles
 
 Refinement cuts query and key segments where spans begin and end, so tiles there are partial. With
 clipped spans, tiles are whole.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringfa3 import Mask, plan_context
-from ringfa3.bench.attention.cases import span_masks
+from ringfa3.bench.common.cases import span_masks
 from ringfa3.planning.mask_shards import components
 from ringfa3.planning.tiling import Plan
 
@@ -43,10 +43,8 @@ def block_counts(mask: Mask, m: int = TILE_M, n: int = TILE_N) -> tuple[int, int
 
 def _computed(plan: Plan, m: int, n: int) -> int:
     (tiling,) = plan.forward(m)
-    _, span, row, end_row = tiling.visits("q")
-    begin = np.maximum(0, row + span["lo"])
-    end = np.minimum(span["k1"] - span["k0"], end_row + span["hi"])
-    return int((-(-np.maximum(end - begin, 0) // n)).sum())  # blocks are of one span
+    _, columns = tiling.visit_columns()
+    return int((-(-columns // n)).sum())  # blocks are of one span
 
 
 def main() -> None:
