@@ -74,9 +74,9 @@ class NoAgreementError(Exception):
 class AgreementWords:
     """Words of 64 bits in host memory that all ranks have mapped: one for each parity and rank.
 
-    A word has an agreement's number, which is never 0, and a digest of the rank's entry. Digest 0:
-    this entry is in the store, where all must read it. Processors read and write an aligned word
-    at once, so number and digest belong together, in whatever order memory becomes visible.
+    A word has an agreement's number, which is never 0, and a digest of the rank's entry. Processors
+    read and write an aligned word at once, so number and digest belong together, in whatever order
+    memory becomes visible.
 
     Two words a rank suffice. A rank writes its word of agreement n after agreement n - 1. So all
     ranks have entered n - 1, which they do after n - 2. Nobody reads words of n - 2 any more, which
@@ -89,13 +89,11 @@ class AgreementWords:
         self._words, self._rank, self._world = words, rank, world
         self._first = self._own = 0  # of the latest agreement: its first word, this rank's value
 
-    def write(self, agreement_id: int, entry: str | None) -> None:
-        """Enters an agreement; without an entry all ranks go to the store."""
-        digest = 0
-        if entry is not None:
-            hashed = blake2b(entry.encode(), digest_size=DIGEST_BITS // 8)
-            digest = int.from_bytes(hashed.digest(), "big") or 1
-        self._own = (agreement_id % NUMBERS + 1) << DIGEST_BITS | digest
+    def write(self, agreement_id: int, entry: str) -> None:
+        """Enters an agreement."""
+        digest = blake2b(entry.encode(), digest_size=DIGEST_BITS // 8).digest()
+        number = (agreement_id % NUMBERS + 1) << DIGEST_BITS
+        self._own = number | int.from_bytes(digest, "big")
         self._first = agreement_id % 2 * self._world
         self._words[self._first + self._rank] = self._own
 
@@ -186,7 +184,7 @@ class Agreements:
         trouble = entry["error"] is not None or bool(entry["mid_call"])
         reads = trouble or not entry.keys().isdisjoint(PER_RANK_FIELDS)
         if words is not None:
-            words.write(self.agreement_id, None if reads else own)
+            words.write(self.agreement_id, own)
             equal = False if reads else words.wait(ASK_S, self._lost)
             if equal:
                 return [dict(entry)] * len(self._ranks)
