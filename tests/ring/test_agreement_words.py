@@ -1,6 +1,7 @@
 """Agreements of ranks that share words in memory: without the store, unless a rank has to be named.
 
-Each rank is a thread. The reference is what a group without words gets: the entries of all ranks.
+Each rank is a thread, and a process in the last test. The reference is what a group without words
+gets: the entries of all ranks.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ringfa3.ring import agreement
 from ringfa3.ring.agreement import NUMBERS, Agreements, AgreementWords, NoAgreementError
+from ringfa3.ring.calls import Settings
+from ringfa3.ring.group import RingGroup
 from ringfa3.ring.store_monitor import entry_key, join_request_key
+from ringfa3.symmetric.signals import Signals
 from tests.ring.test_agreement import CountingStore
+from tests.support.ranks import Ranks
 
 ENTRY = {"settings": {"scale": "1.0"}, "error": None, "mid_call": False, "call": 3, "void": 4}
 OTHERS = {
@@ -211,3 +217,42 @@ def test_a_rank_that_has_given_up_ends_the_wait_for_words() -> None:
             time.sleep(0)
         host.lost = "rank 101: disk on fire"
         assert "disk on fire" in waiting.result(10)[0]
+
+
+def _connected(group: dist.ProcessGroup) -> list[Any]:
+    """Operations of the store in new agreements, the text of one that differs, and the numbers."""
+    ring = RingGroup.of(group)
+    ring.agree(Settings({"plan": "first"}))
+    ring.begin(Settings({"plan": "first"}))
+
+    def opened(*_: object) -> Any:
+        with mock.patch("ringfa3.symmetric.signals.cuda_driver.register_host_memory", _same):
+            signals = Signals(ring.rank, ring.world, ring.gather)
+        return mock.Mock(signals=signals, spec=["signals", "abandon", "close"])
+
+    with mock.patch("ringfa3.ring.connections.open_backend", opened):
+        ring.connections.symmetric_backend(torch.device("cpu"))
+    ring.agreements.store = store = CountingStore(ring.store)  # type: ignore[assignment]
+    store.may_delete.set()
+    with mock.patch.object(agreement, "ASK_S", NEVER_S):
+        for number in range(5):
+            ring.agree(Settings({"plan": f"new {number}"}))
+        operations = list(store.operations)
+        with pytest.raises(ValueError, match="plan differs between the ranks") as caught:
+            ring.agree(Settings({"plan": f"that of {ring.rank}"}))
+        entered = "multi_get" in store.operations
+        ring.agree(Settings({"plan": "new again"}))
+    ring.connections.abandon()
+    assert ring.connections.words is None
+    ring.agree(Settings({"plan": "by the store"}))
+    return [operations, entered, str(caught.value), ring.agreement_id]
+
+
+def _same(address: int, _: int) -> int:
+    return address
+
+
+def test_a_group_over_symmetric_agrees_by_words_until_it_abandons_them(ranks: Ranks) -> None:
+    """Numbers go on over both ways: one agreement before, two to make the words, eight after."""
+    text = "plan differs between the ranks of the CP group: rank 0: that of 0; rank 1: that of 1"
+    assert ranks.run(2, _connected) == [[[], True, text, 11]] * 2
