@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from ringfa3.errors import first_line
+from ringfa3.ring.agreement import AgreementWords
 from ringfa3.ring.p2p import P2P_TRANSPORTS, Peers, Transport
 from ringfa3.ring.process_group import connect_ranks, new_group
 from ringfa3.symmetric.backend import Group, SymmetricBackend
@@ -32,6 +33,7 @@ class Connections:
 
     unsupported     why this group cannot use `symmetric`; None if nothing is known against it
     last_transport  the transport of the latest call
+    words           by which the ranks agree; None unless they are connected over `symmetric`
     """
 
     def __init__(self, group: Owner, name: str, before_first: Callable[[], None]) -> None:
@@ -41,6 +43,7 @@ class Connections:
         self._transports: dict[str, Transport] = {}
         self._abandoned: list[Transport | SymmetricBackend] = []  # peers may use their memory
         self._backend: SymmetricBackend | None = None
+        self.words: AgreementWords | None = None
         self.unsupported: str | None = None
         self.last_transport: str | None = None
 
@@ -76,6 +79,8 @@ class Connections:
                 self.unsupported = opened
             else:
                 self._backend = opened
+                group = self._group
+                self.words = AgreementWords(opened.signals.agreements, group.rank, group.world)
         if self._backend is not None:
             self.last_transport = "symmetric"
         return self._backend
@@ -111,7 +116,7 @@ class Connections:
         self._transport_generation += 1
         if self._backend is not None:
             self._abandoned.append(self._backend)
-            self._backend = None
+            self._backend = self.words = None
 
     def close(self, meet: Callable[[], bool] | None) -> None:
         """Ends threads, process groups and shared memory.
@@ -131,4 +136,4 @@ class Connections:
         if self._backend is not None:
             with suppress(RuntimeError):
                 self._backend.close(meet)
-        self._transports, self._abandoned, self._backend = {}, [], None
+        self._transports, self._abandoned, self._backend, self.words = {}, [], None, None

@@ -61,10 +61,9 @@ class RingGroup:
         self._monitor: StoreMonitor | None = None
         self._joining: threading.Thread | None = None
         store = group.get_group_store()
-        self.agreements = Agreements(
-            self.ranks, self.rank, store, lambda: self.timeout_s, self._known_failure
-        )
         self.connections = Connections(self, group.group_name, self._start_monitor)
+        given = lambda: self.timeout_s, self._known_failure, lambda: self.connections.words
+        self.agreements = Agreements(self.ranks, self.rank, store, *given)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RingGroup:

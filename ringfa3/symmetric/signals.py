@@ -54,7 +54,10 @@ def step_on_all_ranks(gather: Gather, what: str, step: Callable[[], object]) -> 
 
 
 class Signals:
-    """A word for each (receiver, sender, purpose, parity), and counters for each stream."""
+    """A word for each (receiver, sender, purpose, parity), and counters for each stream.
+
+    agreements  (2 * world,) int64 for agreements of the ranks, zeros at first
+    """
 
     def __init__(self, rank: int, world: int, gather: Gather) -> None:
         """All ranks together. The current device is the one whose streams use the signals.
@@ -65,7 +68,8 @@ class Signals:
         self.rank = rank
         self._shape = (world, world, len(Purpose), 2)
         self._signals = world * world * len(Purpose) * 2
-        self._count = self._signals + world * len(Stream) * COUNTERS
+        self._first_counter = self._signals + 2 * world * (8 // BYTES)
+        self._count = self._first_counter + world * len(Stream) * COUNTERS
         with ExitStack() as opened:  # the first rank's file, until all ranks have mapped it
 
             def create_file() -> str:
@@ -80,15 +84,18 @@ class Signals:
         _registered.append(memory)
         self._memory = memory
         self._received = memory[: self._signals].view(self._shape)[self.rank]
-        counters = memory[self._signals :].view(-1, len(Stream) * COUNTERS)[self.rank]
+        counters = memory[self._first_counter :].view(-1, len(Stream) * COUNTERS)[self.rank]
         self._counters = counters.numpy().data  # read often, without a tensor for each
+        # aligned, as there is a signal for each of two parities
+        agreements = memory[self._signals : self._first_counter].view(torch.int64)
+        self.agreements = agreements.numpy().data
 
     def close(self) -> None:
         """Unmaps the words. No stream of any rank uses them any more."""
         memory = self._memory
         cuda_driver.unregister_host_memory(memory.data_ptr())
         _registered[:] = [other for other in _registered if other is not memory]
-        del self._memory, self._received, self._counters
+        del self._memory, self._received, self._counters, self.agreements
 
     def address(self, signal: Signal) -> int:
         """For stream memory operations."""
@@ -98,7 +105,7 @@ class Signals:
 
     def counter(self, stream: Stream, which: int = DONE) -> int:
         """Address of a counter of this rank's stream."""
-        first = self._signals + self.rank * len(Stream) * COUNTERS
+        first = self._first_counter + self.rank * len(Stream) * COUNTERS
         return self._address + BYTES * (first + stream * COUNTERS + which)
 
     def reached(self, stream: Hashable, count: int) -> bool:
