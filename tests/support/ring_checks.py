@@ -27,8 +27,8 @@ def counted_rows(heads: tuple[int, ...]) -> Iterator[Counter[int]]:
     rows: Counter[int] = Counter()
     new_empty = torch.Tensor.new_empty
 
-    def counted(x: torch.Tensor, shape: tuple[int, ...], **options: object) -> torch.Tensor:
-        if tuple(shape[-2:]) == tuple(heads):
+    def counted(x: torch.Tensor, shape: int | tuple[int, ...], **options: object) -> torch.Tensor:
+        if not isinstance(shape, int) and tuple(shape[-2:]) == tuple(heads):
             rows[len(shape)] += shape[0]
         return new_empty(x, shape, **options)  # type: ignore[call-overload, no-any-return]
 
