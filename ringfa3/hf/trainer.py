@@ -328,7 +328,7 @@ def _refuse(trainer: Any) -> None:
         (
             "use_liger_kernel",
             args.use_liger_kernel and _liger_loss(args),
-            "Liger's losses have not been tried, its layers have: pass liger_kernel_config="
+            "Liger's losses would replace the ring's: pass liger_kernel_config="
             "{'fused_linear_cross_entropy': False}",
         ),
         ("auto_find_batch_size", args.auto_find_batch_size, "ranks of a group could differ"),

@@ -49,7 +49,7 @@ def set_communication(given: Communication) -> None:
 
 
 def communication() -> Communication:
-    """Raises RuntimeError: nobody has called `set_communication`."""
+    """How ranks communicate. Raises RuntimeError: `set_communication` has not run."""
     if _given is None:
         raise RuntimeError("ranks cannot agree before ringfa3.ring is imported: import ringfa3")
     return _given

@@ -47,7 +47,8 @@ LONG = 64  # row blocks of a typical unit from which this gain exceeds the cost 
 # 16k tokens (64 MiB), 1% faster at 32k and 2% at 64k; causal 2% at 64k and 128k.
 UNIT_BYTES = 160 << 20
 # A tile is far longer than the others if it has OUTLIER times the row blocks of a typical one, and
-# more than OUTLIER_PART of what a CTA runs. Its units have OUTLIER_UNIT of that.
+# more than OUTLIER_PART of what a CTA runs. Its units have OUTLIER_UNIT of that. On an H200 the
+# backward of a window of 1k with 4 first keys, 64k tokens, takes 0.54 of the time so.
 OUTLIER, OUTLIER_PART, OUTLIER_UNIT = 4, 1 / 2, 1 / 8
 WAVES = 4  # work items per SM from which nothing is split further: fetching in order evens out
 

@@ -1,5 +1,5 @@
-"""If this fails, a kernel with serialised products or spills is released, and is slow. Faults in
-machine code: listings and remarks of real compilers, as they are and spoilt."""
+"""If this fails, a kernel with serialised products or spills is released, and is slow. The
+checks read listings and remarks of real compilers, and copies of these with a fault."""
 
 from __future__ import annotations
 

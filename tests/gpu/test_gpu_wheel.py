@@ -1,5 +1,5 @@
-"""If this fails, the wheel does not run on a machine without a compiler. A wheel with kernels on a
-machine without compilers: `pytest -m gpu tests/gpu/test_gpu_wheel.py`.
+"""If this fails, a wheel with kernels does not run on a machine without compilers.
+`pytest -m gpu tests/gpu/test_gpu_wheel.py` runs it.
 
 RINGFA3_WHEEL names the wheel. Without it the test builds one, for which it needs the extra `wheel`
 and perhaps four minutes.

@@ -3,6 +3,8 @@ every block of every tile and head once, and only where it helps."""
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,14 +44,19 @@ def test_visited_blocks_are_those_with_a_pair(case: Case, m: int, n: int) -> Non
     kv_heads=st.integers(1, 3),
     num_ctas=st.integers(1, 40),
     whole=st.booleans(),
+    outlier=st.sampled_from([4, 1, 0]),
 )
 def test_work_units_cover_every_block_of_every_head_once(
-    case: Case, m: int, n: int, group: int, kv_heads: int, num_ctas: int, whole: bool
+    case: Case, m: int, n: int, group: int, kv_heads: int, num_ctas: int, whole: bool, outlier: int
 ) -> None:
-    """SHARED where a tile has several units, and only there; in the order of the tiles."""
+    """SHARED where a tile has several units, and only there; in the order of the tiles. Also where
+    some tiles or all of them count as far longer than the others."""
+    part = 1 / 2 if outlier else 0
+    limits = {"OUTLIER": outlier, "OUTLIER_PART": part, "OUTLIER_UNIT": part / 4}
     for plan in case.plans():
         for tiling in plan.hops.backward(n, m, whole):
-            table = split_work(tiling, m, group, kv_heads, num_ctas, 128, whole)
+            with patch.multiple(work_split, **limits):
+                table = split_work(tiling, m, group, kv_heads, num_ctas, 128, whole)
             blocks = visited_blocks(tiling, m)
             assert (table["blocks"] > 0).all()
             row0 = tiling.tiles["row0"].tolist()

@@ -186,3 +186,5 @@ def test_a_tree_unfolds_into_its_sequences() -> None:
     assert unfolded(case).lengths == (5120,) * 128
     deep = Mask.pack([Mask.tree([3, 4, 5, 2], [-1, 0, 1, 0]), Mask.tree([7], [-1])])
     assert unfolded(replace(case, spans=deep)).lengths == (12, 5, 7)
+    single = Mask.tree([3, 1, 1, 2], [-1, 0, 0, 0])  # the next node begins where a leaf has ended
+    assert unfolded(replace(case, spans=single)).lengths == (4, 4, 5)
