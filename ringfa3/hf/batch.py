@@ -201,7 +201,8 @@ def _shard(
         more = 2 * plan.world
         plan = plan_context([*cumulative, cumulative[-1] + more], group)
         if tokens is not None:
-            tokens = torch.cat([tokens, torch.arange(len(ids), len(ids) + more, device="cpu")])
+            added = torch.arange(len(ids), len(ids) + more, dtype=torch.int64, device="cpu")
+            tokens = torch.cat([tokens, added])
         ids, labels = F.pad(ids, (0, more)), F.pad(labels, (0, more), value=IGNORED)
     index = plan.token_index if tokens is None else plan.shard(tokens)
     index, positions = (upload(x, ids.device) for x in (index, plan.positions))

@@ -51,6 +51,8 @@ def found_by_plan(find: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(find)
     def found(position_ids: torch.Tensor) -> Any:
+        if torch.compiler.is_compiling():  # Dynamo traces no ContextVar
+            return find(position_ids)
         known = _positions_of_plan.get()
         return None if known is not None and position_ids is known else find(position_ids)
 
