@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import ContextPlan, plan_context, ring_attn_func
+from ringfa3.ring import p2p_pass
 from tests.support.dense import gradients
 from tests.support.mask_checks import NAMES, Given, dense_results, dsink_size, hold_gate
 from tests.support.masks import Union
@@ -22,13 +24,15 @@ KV, DKV = 3, 4  # dimensions of buffers: K or V, and dK and dV together
 def counted_rows(heads: tuple[int, ...]) -> Iterator[Counter[int]]:
     """By `KV` and `DKV`: rows of the tensors that a pass by messages allocates meanwhile.
 
-    heads: (KV heads, head_dim) of K.
+    heads: (KV heads, head_dim) of K. Kernels allocate dK and dV of these shapes, too; only tensors
+    of the pass's module count.
     """
     rows: Counter[int] = Counter()
     new_empty = torch.Tensor.new_empty
 
     def counted(x: torch.Tensor, shape: int | tuple[int, ...], **options: object) -> torch.Tensor:
-        if not isinstance(shape, int) and tuple(shape[-2:]) == tuple(heads):
+        by_pass = sys._getframe(1).f_globals["__name__"] == p2p_pass.__name__
+        if by_pass and not isinstance(shape, int) and tuple(shape[-2:]) == tuple(heads):
             rows[len(shape)] += shape[0]
         return new_empty(x, shape, **options)  # type: ignore[call-overload, no-any-return]
 
