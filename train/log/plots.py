@@ -1,4 +1,4 @@
-"""Plots of a run, of a sweep and of an evaluated text.
+"""Plots of a run, of its speed, of a sweep and of an evaluated text.
 
 Without matplotlib every plot raises ``ModuleNotFoundError``, which ``draw`` reports.
 """
@@ -14,6 +14,7 @@ import numpy as np
 
 from train.console import LineConsole
 from train.data.position_buckets import bucket_label
+from train.engine.time_split import CATEGORIES
 from train.extras import remedy
 from train.log.json_lines import read_lines
 from train.log.smoothing import smoothed, window_of
@@ -93,6 +94,35 @@ def plot_losses(path: Path, title: str, loss_by_bucket: dict[str, list[float]]) 
     )
     axes.legend()
     axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def plot_speed(path: Path, found: dict[str, Any]) -> None:
+    """Draw the parts of a step's seconds and the device memory of ``speed.json``, also predicted.
+
+    Steps of CPUs have no parts.
+    """
+    figure = _figure(width=9, height=2.6)
+    seconds, memory = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
+    for side, figures in {"measured": found, "predicted": found.get("predicted", {})}.items():
+        left, total = 0.0, figures.get("seconds", 0.0)
+        for n, part in enumerate(CATEGORIES):
+            length = figures.get(f"{part}_s", 0.0)
+            seconds.barh(side, length, left=left, color=f"C{n}", label=part)
+            left += length
+        seconds.barh(side, total - left, left=left, color="0.8", label="not split")
+        gigabytes = figures.get("device_memory", 0) / 1e9
+        memory.barh(side, gigabytes, color="0.5")
+        for axes, value in ((seconds, total), (memory, gigabytes)):
+            axes.text(value, side, f" {value:.4g}", va="center")
+    seconds.set(title=f"A step of {path.parent.name}", xlabel="seconds")
+    memory.set(title="Device memory", xlabel="GB")
+    for axes in (seconds, memory):
+        axes.set_xlim(0, 1.25 * axes.get_xlim()[1])
+    seconds.invert_yaxis()
+    handles, labels = seconds.get_legend_handles_labels()
+    parts = len(CATEGORIES) + 1
+    figure.legend(handles[:parts], labels[:parts], loc="outside lower center", ncol=parts)
     figure.savefig(path, dpi=150)
 
 

@@ -46,14 +46,15 @@ class RunFolder:
     origin/           settings of the Hugging Face folder that the weights came from
     eval-*.json       results of mode=eval; needle.json those of mode=needle
     wandb-id.txt      the run at Weights & Biases
-    estimate.json     the prediction of mode=estimate; speed.json the result of train.speed_test
+    estimate.json     the prediction of mode=estimate
+    speed.json        the result of train.speed_test; speed.png its plot
     .job              the job that prepared the folder last
     """
 
     FILES = (
         *("config.json", "metrics.jsonl", "eval.jsonl", "events.jsonl", "summary.json"),
         *("ranks.json", "tokenizer.json", "wandb-id.txt", "loss.png", "loss_by_position.png"),
-        *("speed.json", "estimate.json", "chat_template.jinja"),
+        *("speed.json", "speed.png", "estimate.json", "chat_template.jinja"),
     )
     FOLDERS = ("checkpoints", "tensorboard", "logs", "profile", "origin")
     MEASURED = ("eval-*.json", "eval-*.png", "needle.*", "rope.*")

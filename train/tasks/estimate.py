@@ -32,6 +32,16 @@ from train.paths import expand
 from train.run.run_config import held_compile
 from train.run.run_folder import RunFolder, write_atomically
 
+# The measured category (`train.engine.time_split.CATEGORIES`) of each part of a predicted step.
+PARTS = {
+    "attention": "attention",
+    "matrix products": "matmul",
+    "elementwise": "rest",
+    "optimiser": "rest",
+    "exposed communication": "communication",
+    "exposed offload": "idle",
+}
+
 
 def run(config: Config, gpus: int) -> bool:
     """Print the prediction of a job on ``gpus`` GPUs, write it to ``estimate.json``, and return
@@ -101,17 +111,21 @@ def speed_of_run(prediction: Prediction | None, lines: list[dict[str, Any]]) -> 
     prediction its figures and their relative errors.
 
     ``lines`` are those of the metrics, with the ``seconds`` of each step. In the first step blocks
-    are compiled and buffers made.
+    are compiled and buffers made. Parts of the predicted seconds have the names of measured ones.
     """
     steps = lines[1:]
     found = {"steps": [line["step"] for line in steps], **typical(steps)}
     if prediction is None:
         return found
     predicted = {"device_memory": float(prediction.memory.device)}
+    parts: dict[str, float] = {}
     if prediction.time is not None:
         predicted["seconds"] = prediction.time.total
+        for name, seconds in prediction.time.seconds.items():
+            key = f"{PARTS[name]}_s"
+            parts[key] = parts.get(key, 0) + seconds
     errors = {key: found[key] / guess - 1 for key, guess in predicted.items() if key in found}
-    return {**found, "predicted": predicted, "over_prediction": errors}
+    return {**found, "predicted": {**predicted, **parts}, "over_prediction": errors}
 
 
 def as_json(prediction: Prediction, limits: Limits, change: list[str]) -> dict[str, Any]:

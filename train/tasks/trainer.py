@@ -28,6 +28,7 @@ from train.engine.train_state import TrainState
 from train.estimate.prediction import Prediction
 from train.log.introduction import introduction
 from train.log.metrics import Recorder
+from train.log.plots import draw, plot_speed
 from train.log.profiler import profiled
 from train.log.progress import StepProgress
 from train.log.step_lines import StepLine, StepLines
@@ -337,6 +338,7 @@ class Trainer:
             write_atomically(self.folder.speed, json.dumps(found, indent=1) + "\n")
             for name, error in found.get("over_prediction", {}).items():
                 self.print_line(f"{name} of steps 2 on, over the prediction: {100 * error:+.1f}%")
+            draw(lambda: plot_speed(self.folder.path / "speed.png", found), self.console)
             self.print_line(f"Written to {self.folder.speed}")
 
     def _batches(self, sample: int) -> list[Batch]:

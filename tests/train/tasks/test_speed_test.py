@@ -14,6 +14,7 @@ from tests.train.trainers import make_trainer, shrink
 from train.checks.config import check
 from train.config import Config, ConfigError
 from train.engine.stored_checkpoint import checkpoints_in
+from train.tasks.estimate import PARTS
 
 
 @pytest.fixture
@@ -27,7 +28,8 @@ def test_a_speed_test_measures_steps_after_the_first(config):
     """It saves and evaluates nothing. Errors are relative to a prediction, if there is one."""
     config.train.steps = 4
     trainer = make_trainer(config)
-    memory, time = SimpleNamespace(device=1, host={"offloaded activations": 0}), None
+    memory = SimpleNamespace(device=1, host={"offloaded activations": 0})
+    time = SimpleNamespace(seconds=dict.fromkeys(PARTS, 0.5), total=3.0)
     job = SimpleNamespace(ranks_per_host=1)
     trainer.prediction = SimpleNamespace(memory=memory, time=time, job=job)
     trainer.train()
@@ -39,7 +41,14 @@ def test_a_speed_test_measures_steps_after_the_first(config):
     speeds = [line["tokens_per_s"] for line in lines[1:]]
     assert found["tokens_per_s"] == statistics.median(speeds)
     assert found["seconds"] == pytest.approx(256 / found["tokens_per_s"], rel=1e-9)
-    assert found["over_prediction"] == {"device_memory": found["device_memory"] - 1}
+    errors = {"device_memory": found["device_memory"] - 1, "seconds": found["seconds"] / 3 - 1}
+    assert found["over_prediction"] == errors
+    parts = ("attention", "matmul", "rest", "communication", "idle")
+    assert {part: found["predicted"][f"{part}_s"] for part in parts} == {
+        **dict.fromkeys(parts, 0.5),
+        "rest": 1.0,
+    }
+    assert (trainer.folder.path / "speed.png").stat().st_size > 1000
     assert not checkpoints_in(trainer.folder.checkpoints)
     assert not trainer.folder.summary.exists()
     assert not trainer.folder.evaluations.read_text()
