@@ -38,7 +38,7 @@ from ringfa3.pass_interface import HostCode, LocalPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.schedules.encoded import EncodedSchedule
-from ringfa3.schedules.link import Addresses, link, schedule_of, signature_of
+from ringfa3.schedules.link import Addresses, link, schedule_of, signature_of, upload_tables
 from ringfa3.schedules.program_cache import ProgramCache
 from ringfa3.schedules.schedule import build
 from ringfa3.validation import check_choice
@@ -143,14 +143,16 @@ class ProgramPass(LocalPass):
         if schedule is None:
             return None
         program = known.get(  # streams of two GPUs may share an id
-            (signature, k.device, stream.id), lambda: _link(schedule, stream)
+            (signature, k.device, stream.id), lambda: _link(schedule, stream, self._plan)
         )
         found.keep_local(program)
         return tuple(found.run(program, inputs, stream.handle, (0, 0, 0)))
 
 
-def _link(schedule: EncodedSchedule, stream: CurrentStream) -> Any:
-    """The program of a call on one GPU."""
+def _link(schedule: EncodedSchedule, stream: CurrentStream, plan: ContextPlan | None = None) -> Any:
+    """The program of a call on one GPU. plan: whose prepared calls upload their tables with it."""
+    if plan is not None:
+        upload_tables(plan.prepared.values(), stream)
     return link(_library, schedule, stream, Addresses.of_one_gpu(stream))
 
 

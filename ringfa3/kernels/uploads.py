@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -44,19 +44,19 @@ class HostTables(Protocol, Generic[T_co]):
 
 
 class DeviceCopy(Generic[T]):
-    """Tables in device memory."""
+    """Tables in device memory.
 
-    def __init__(self, host: HostTables[T], device: torch.device) -> None:
-        self.memory, self._host = host.packed.upload(device), host
-        self._event: torch.cuda.Event | None = None
+    event: after the upload, for a copy that captures may read.
+    """
+
+    def __init__(
+        self, host: HostTables[T], memory: torch.Tensor, event: torch.cuda.Event | None
+    ) -> None:
+        self.memory, self._host, self._event = memory, host, event
 
     @cached_property
     def tables(self) -> T:
         return self._host.at(self.memory, self.memory.data_ptr())
-
-    def record(self) -> None:
-        """Captures read this copy: remembers when its upload is done."""
-        self._event = record_event(self.memory.device)
 
     def finished(self) -> T:
         """The tables, the upload done: replays are not ordered after the stream of the upload."""
@@ -73,28 +73,42 @@ class HostCopy(Generic[T]):
     The host holds as many bytes as a stream, as long as the owner lives: further streams upload
     them, and a plan that is pickled takes them along.
 
-    first  copies that captured launches read, by device
+    first       copies that captured launches read, by device
+    of_streams  copies by device and stream id
     """
 
     def __init__(self, host: HostTables[T]) -> None:
         self.host = host
         self.first: dict[torch.device, DeviceCopy[T]] = {}
-        self._of_streams: dict[tuple[torch.device, int], DeviceCopy[T]] = {}
+        self.of_streams: dict[tuple[torch.device, int], DeviceCopy[T]] = {}
 
     def on(self, stream: CurrentStream) -> DeviceCopy[T]:
         """The copy of a stream, which the first call uploads."""
         key = stream.device, stream.id
-        found = self._of_streams.get(key)
-        if found is None:
-            found = DeviceCopy(self.host, stream.device)
-            if stream.device not in self.first:
-                found.record()
-                self.first.setdefault(stream.device, found)
-            with _lock:  # threads may upload at the same time
-                self._of_streams[key] = found
-                if len(self._of_streams) > MAX_TABLES:
-                    del self._of_streams[next(iter(self._of_streams))]
-        return found
+        if key not in self.of_streams:
+            upload((self,), stream)
+        return self.of_streams[key]
+
+
+def upload(tables: Iterable[HostCopy[Any]], stream: CurrentStream) -> None:
+    """Uploads those tables that a stream does not have, by one copy from pinned memory."""
+    device, id = stream.device, stream.id
+    missing = [x for x in dict.fromkeys(tables) if (device, id) not in x.of_streams]
+    if not missing:
+        return
+    memory = to_device(np.concatenate([x.host.packed.data for x in missing]), device)
+    begin, event = 0, None
+    for table in missing:
+        if event is None and device not in table.first:
+            event = record_event(device)
+        end = begin + table.host.packed.data.nbytes  # a multiple of `ALIGNMENT`
+        made = DeviceCopy(table.host, memory[begin:end], event)
+        table.first.setdefault(device, made)
+        begin = end
+        with _lock:  # threads may upload at the same time
+            table.of_streams[device, id] = made
+            if len(table.of_streams) > MAX_TABLES:
+                del table.of_streams[next(iter(table.of_streams))]
 
 
 class TableRef:
@@ -183,6 +197,14 @@ class Uploads(Generic[T]):
 _registry: dict[str, Uploads[Any]] = {}
 
 
+def to_device(data: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:
+    """A copy in device memory. It reads pinned memory, so it does not block the host."""
+    source = torch.from_numpy(data)
+    if device.type == "cuda" and len(source):
+        source = source.pin_memory()  # PyTorch reuses it only after the copy that reads it
+    return source.to(device, non_blocking=True, copy=True)
+
+
 class Counters:
     """Work counters of the forward: (1,) int32, 0 whenever a launch begins.
 
@@ -243,10 +265,3 @@ class Packed:
 
     def at(self, memory: torch.Tensor | None, begin: int) -> Uploaded:
         return Uploaded(memory, self.addresses(begin))
-
-    def upload(self, device: torch.device) -> torch.Tensor:
-        """A copy in device memory, uint8. It reads pinned memory, so it does not block the host."""
-        source = torch.from_numpy(self.data)
-        if device.type == "cuda" and len(source):
-            source = source.pin_memory()  # PyTorch reuses it only after the copy that reads it
-        return source.to(device, non_blocking=True, copy=True)

@@ -43,7 +43,7 @@ from ringfa3.validation import (
     check_transport,
 )
 
-MAX_VALIDATED = 64  # call signatures that a plan remembers as valid
+MAX_VALIDATED = 128  # entries of a plan: of arguments, and of call signatures
 
 
 def raise_on_all_ranks(group: dist.ProcessGroup | None, error: Exception) -> NoReturn:
@@ -116,7 +116,8 @@ def pass_type_of(direction: str, forward_mode: str) -> str:
 
 
 class _Validated(NamedTuple):
-    """What is known of calls with one signature.
+    """What is known of calls with the same arguments, or with one signature: the same arguments and
+    direction.
 
     settings       on which ranks agree
     call_settings  the same with the call's direction
@@ -160,13 +161,13 @@ def prepare_call(
     """
     error: Exception | None = None
     known = _validated.setdefault(plan, {})
-    key = (
+    arguments = (
         *(q.shape, q.dtype, q.device, q.stride()),
         *(k.shape, k.dtype, k.device, k.stride()),
         *(v.shape, v.dtype, v.device, v.stride()),
-        *(scale, deterministic, precision, transport, direction, os.environ.get(FORWARD_MODE_ENV)),
-        sink,
+        *(scale, deterministic, precision, transport, os.environ.get(FORWARD_MODE_ENV)),
     )
+    key = *arguments, direction, sink
     validated = known.get(key)
     first = validated is None
     if validated is None:
@@ -174,14 +175,15 @@ def prepare_call(
         try:
             if q.is_cuda:
                 host.ensure()
-            _validate(q, k, v, plan, transport, precision)
-            if precision != "native" and plan.kv_budget is not None and plan.world > 1:
-                raise ValueError(
-                    f"precision={precision!r} with kv_budget={plan.kv_budget}: buffers of 8 bits "
-                    "have no budget; make the plan without one, or compute in 16 bits"
-                )
-            mode = select_forward_mode(plan, q, k)
-            settings = _settings(q, k, v, plan, scale, deterministic, precision, transport, mode)
+            if len(known) >= MAX_VALIDATED:
+                known.clear()
+            if arguments not in known:  # those of a backward are its forward's
+                _validate(q, k, v, plan, transport, precision)
+                mode = select_forward_mode(plan, q, k)
+                given = q, k, v, plan, scale, deterministic, precision, transport, mode
+                settings = _settings(*given)
+                known[arguments] = _Validated(settings, settings, mode)
+            settings, _, mode = known[arguments]
             if sink:
                 settings = Settings({**settings, "sink": "given"})
             validated = _Validated(settings, settings, mode)
@@ -189,8 +191,6 @@ def prepare_call(
             if direction == "forward" and precision != "native":  # the order of V in records
                 kernel = type(select_quantised(q, precision)).__name__
                 settings = Settings({**settings, "8-bit forward": kernel})
-            if len(known) == MAX_VALIDATED:
-                known.clear()
             validated = _Validated(settings, Settings({**settings, "pass": direction}), mode)
             known[key] = validated
         except Exception as problem:  # raised below, on all ranks
@@ -259,6 +259,11 @@ def _validate(
     check_local_tokens(q, k, plan.local_tokens, plan.local_keys, plan.total_tokens)
     check_transport(transport, q.device)
     check_ring_precision(precision, q, v, plan.world, transport)
+    if precision != "native" and plan.kv_budget is not None and plan.world > 1:
+        raise ValueError(
+            f"precision={precision!r} with kv_budget={plan.kv_budget}: buffers of 8 bits "
+            "have no budget; make the plan without one, or compute in 16 bits"
+        )
 
 
 def _build_kernels(

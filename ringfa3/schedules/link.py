@@ -15,6 +15,7 @@ from ringfa3.kernels.dispatch import has_kernels, log_once
 from ringfa3.kernels.launch import entry_address, num_ctas
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import ALIGNMENT, Gpu, ScheduleError
+from ringfa3.kernels.uploads import upload
 from ringfa3.pass_interface import HostCode
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.schedules.encoded import EncodedSchedule, Part, numbered_symbol
@@ -200,6 +201,11 @@ def kernel_resolvers(stream: CurrentStream) -> Resolvers:
 
 def _no_memory(part: Part) -> torch.Tensor:
     raise AssertionError(f"a call of one GPU has no {part.symbol}")
+
+
+def upload_tables(schedules: Iterable[EncodedSchedule], stream: CurrentStream) -> None:
+    """Uploads the tables of schedules, a plan's, by one copy."""
+    upload([table.copy for schedule in schedules for table in schedule.tables], stream)
 
 
 def link(

@@ -101,12 +101,14 @@ def _sizes(slots: Mapping[Buffer, int], slot_bytes: Mapping[Buffer, int]) -> tup
 
 
 def ring_bytes(plan: ContextPlan, k: torch.Tensor) -> int:
-    """Bytes of both allocations of a rank, for gathered forwards and backwards of a plan.
+    """Bytes of both allocations of a rank, for backwards and gathered forwards of a plan, or for
+    forwards in hops if gathered rows exceed its kv_budget.
 
     k: (tokens, hk, d), or a "meta" tensor.
     """
     slot = dict.fromkeys(Buffer, 0)
-    for pass_type in ("backward", "gathered"):
+    gathers = plan.kv_budget is None or plan.kv_exchange.max_rows.gathered <= plan.kv_budget
+    for pass_type in ("backward", "gathered" if gathers else "forward"):
         for buffer, size in BufferSpec(plan, pass_type, k).slot_bytes.items():
             slot[buffer] = max(slot[buffer], _rounded(size, ALIGNMENT))
     return sum(_sizes(_slots(plan.world), slot))

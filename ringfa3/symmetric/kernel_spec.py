@@ -139,6 +139,8 @@ class KernelSpec:
             _ = spec.slot_bytes  # which travel along
         try:
             call = partial(code, _Call(plan), ring_pass)
-            plan.prepared[signature] = replace(build(inputs, call, gpu).encode(), spec=spec)
+            made = replace(build(inputs, call, gpu).encode(), spec=spec)
+            _ = made.references  # before the first call, if the plan stays in this process
+            plan.prepared[signature] = made
         except ScheduleError:  # the PyTorch fallback runs such calls
             return

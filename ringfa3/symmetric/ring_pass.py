@@ -23,7 +23,13 @@ from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads, Pre
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.schedules.encoded import EncodedSchedule
-from ringfa3.schedules.link import Signature, kernels_loaded, schedule_of, signature_of
+from ringfa3.schedules.link import (
+    Signature,
+    kernels_loaded,
+    schedule_of,
+    signature_of,
+    upload_tables,
+)
 from ringfa3.schedules.program_cache import ProgramCache
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
@@ -215,6 +221,7 @@ class SymmetricRingPass:
         if schedule is None or backend.joins or not kernels_loaded(schedule):
             return None
         parity = self._begin(schedule.spec, stream)
+        upload_tables(self._plan.prepared.values(), stream)
         call = self._replayable(library, signature, schedule, stream)
         return call, backend.prepare_launch(call.program(parity))
 

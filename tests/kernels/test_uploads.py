@@ -83,13 +83,13 @@ def test_a_plan_is_uploaded_once_for_each_direction(
 ) -> None:
     """All hops, and a backward's heads in two calls: the tables lie at their addresses."""
     plan, made = plan_context([0, 150, 700], (1, 3)).hops, []
-    upload = uploads.Packed.upload
+    to_device = uploads.to_device
 
-    def counted(packed: uploads.Packed, device: torch.device) -> torch.Tensor:
-        made.append(packed)
-        return upload(packed, device)
+    def counted(data: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:
+        made.append(data)
+        return to_device(data, device)
 
-    monkeypatch.setattr(uploads.Packed, "upload", counted)
+    monkeypatch.setattr(uploads, "to_device", counted)
     tilings = plan.forward(128)
     found = {id(forward.tables(x, on(1))): forward.tables(x, on(1)) for x in tilings}
     (tables,) = found.values()
@@ -101,7 +101,7 @@ def test_a_plan_is_uploaded_once_for_each_direction(
     (unit,) = (u for u in UNITS if u.name == "backward-d128-bf16")
     split = backward.Split(group=2, kv_heads=3, first_heads=1)
     host = backward.HostTables.of(plan, unit, deterministic, split, 132)
-    memory = host.packed.upload(CPU)
+    memory = torch.from_numpy(host.packed.data)
     there = host.at(memory, memory.data_ptr())
     blocks = backward.grid_blocks(plan, unit.tile_m)
     assert at(there.blocks, blocks) == blocks.tobytes()
@@ -123,13 +123,13 @@ def test_a_captured_launch_waits_for_the_upload_that_it_reads(
 ) -> None:
     """Once: the first upload, of whatever stream, with an event recorded behind it."""
 
-    upload = uploads.Packed.upload
+    to_device = uploads.to_device
 
-    def logged(packed: uploads.Packed, device: torch.device) -> torch.Tensor:
+    def logged(data: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:
         events.log.append(("upload", 0))
-        return upload(packed, device)
+        return to_device(data, device)
 
-    monkeypatch.setattr(uploads.Packed, "upload", logged)
+    monkeypatch.setattr(uploads, "to_device", logged)
     some = tiling()
     first = read(some, on(1))
     expected = [("upload", 0), ("record", 0)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ringfa3 import KernelSpec, Mask, RingFA3Attention, host, plan_context
-from ringfa3.kernels import backward, forward
+from ringfa3.kernels import backward, forward, uploads
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning import context_plan, token_shards
 from ringfa3.planning.context_plan import ContextPlan
@@ -178,6 +178,13 @@ def test_captures_find_the_tables_of_a_prepared_plan(kernels: FakeKernels) -> No
         found = uploads[x.name]._of_capture(x.owner, captured.device, x.key)
         stream = CurrentStream(captured.device, 7, False, host_stream(kernels))
         assert found is x.copy.on(stream).tables
+
+
+def test_the_first_call_uploads_all_tables_of_its_plan(kernels: FakeKernels) -> None:
+    """By one copy; the backward of a prepared plan uploads nothing."""
+    with mock.patch.object(uploads, "to_device", wraps=uploads.to_device) as made:
+        step(sent(KernelSpec(4, 2, 64, num_sms=SMS, lse_gradient=True), 0, 1), False)
+    assert made.call_count == 1
 
 
 def test_a_group_finds_the_tables_of_a_plan_that_is_prepared_later() -> None:

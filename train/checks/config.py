@@ -6,7 +6,7 @@ import os
 
 from train.checks.data import check_data, check_text
 from train.checks.limits import check_limits
-from train.checks.machine import check_engine, check_hardware
+from train.checks.machine import check_engine, check_hardware, check_kv_budget
 from train.checks.model import check_model
 from train.checks.origin import check_origin
 from train.checks.outputs import check_export, check_log, check_profile
@@ -91,6 +91,7 @@ def check(config: Config, world: int) -> None:
             f"model.attention_precision={precision} does not support "
             "parallel.transport=symmetric; nearest valid: parallel.transport=auto"
         )
+    check_kv_budget(config, world)
     if config.train.attention == "sdpa":
         check_sdpa(config)
     # With several hosts, this may be a restart although this host counts its first attempt. Only

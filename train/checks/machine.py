@@ -1,13 +1,19 @@
-"""The checks of ``engine`` and ``hardware``."""
+"""The checks of ``engine``, ``hardware`` and ``parallel.kv_budget``."""
 
 from __future__ import annotations
 
-from train.config import ConfigError, EngineConfig, HardwareConfig
+import os
+
+from train.config import Config, ConfigError, EngineConfig, HardwareConfig
 from train.extras import installed, remedy
 from train.keys import schema
 
 # The keys of each engine. Those of other engines must be null.
 ENGINES = {"ddp": (), "fsdp2": ("shard", "reduce"), "deepspeed": ("stage", "offload")}
+
+# Blocks of a rank's rows that a ring holds at least: two that arrive and one that leaves, or as
+# many that ranks of other hosts land, too.
+BLOCKS, BLOCKS_OF_TWO_LEVELS = 3, 7
 
 
 def check_engine(engine: EngineConfig) -> None:
@@ -37,6 +43,29 @@ def check_engine(engine: EngineConfig) -> None:
         raise ConfigError(
             "engine=deepspeed: the package deepspeed is not installed; "
             f"{remedy('deepspeed')} (or engine=fsdp2)"
+        )
+
+
+def check_kv_budget(config: Config, world: int) -> None:
+    """Raise ``ConfigError`` unless a CP group of several ranks can train with
+    ``parallel.kv_budget``, whatever the lengths of documents.
+    """
+    budget, precision = config.parallel.kv_budget, config.model.attention_precision
+    if budget is None or config.parallel.cp == 1:
+        return
+    if precision != "native":
+        raise ConfigError(
+            f"parallel.kv_budget={budget} with model.attention_precision={precision}: buffers of "
+            "8 bits have no budget; nearest valid: parallel.kv_budget=null"
+        )
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    two_levels = 1 < per_host < config.parallel.cp
+    blocks = BLOCKS_OF_TWO_LEVELS if two_levels else BLOCKS
+    rows = blocks * -(-config.samples_at_once() * config.data.seq_len // config.parallel.cp)
+    if budget < rows:
+        raise ConfigError(
+            f"parallel.kv_budget={budget}: long documents need {blocks} times the rows of a rank; "
+            f"nearest valid: parallel.kv_budget={rows}"
         )
 
 

@@ -51,12 +51,13 @@ def make_batch(
     layout: str,
     window_size: tuple[int, int] = (-1, -1),
     prepare: Sequence[KernelSpec] = (),
+    kv_budget: int | None = None,
 ) -> Batch:
     """This rank's shard of ``sample``, with the plan of its causal attention.
 
-    ``cp_group`` shares the sample; None means this process alone. ``prepare`` is as in
-    ``plan_context``. The labels were shifted before
-    the sample is sharded, so no rank needs the first token of another one.
+    ``cp_group`` shares the sample; None means this process alone. ``prepare`` and ``kv_budget`` are
+    as in ``plan_context``. The labels were shifted before the sample is sharded, so no rank needs
+    the first token of another one.
     """
     plan = plan_context(
         sample.cu_seqlens,
@@ -65,6 +66,7 @@ def make_batch(
         causal=True,
         window_size=window_size,
         prepare=prepare,
+        kv_budget=kv_budget,
     )
     labels = plan.shard(torch.from_numpy(sample.labels))
     return Batch(

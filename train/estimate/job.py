@@ -47,7 +47,8 @@ class Job:
         Jobs with the same documents and as many ranks share it: ``plan_context`` caches plans.
         """
         parallel = self.config.parallel
-        return plan_context(list(self.cu_seqlens), (0, parallel.cp), parallel.layout)
+        given = list(self.cu_seqlens), (0, parallel.cp), parallel.layout
+        return plan_context(*given, kv_budget=parallel.kv_budget if parallel.cp > 1 else None)
 
     @property
     def tokens(self) -> int:

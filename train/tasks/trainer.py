@@ -348,7 +348,8 @@ class Trainer:
         firsts = [sample + number * at_once for number in numbers]
         sharding = (parallel.cp_group, self.config.parallel.layout, widest(self.config.model))
         samples = (concatenate([self.samples[x + n] for n in range(at_once)]) for x in firsts)
-        return [make_batch(sample, *sharding, self.specs) for sample in samples]
+        given = *sharding, self.specs, self.config.parallel.kv_budget
+        return [make_batch(sample, *given) for sample in samples]
 
     def _evaluate(
         self,

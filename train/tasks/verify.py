@@ -236,7 +236,7 @@ def take_step(
     batches, of_share = [], []  # the second has the number of the share
     for number, samples in enumerate(shares):
         for sample in samples if apart else [concatenate(samples)]:
-            batch = make_batch(sample, *sharding)
+            batch = make_batch(sample, *sharding, kv_budget=config.parallel.kv_budget)
             if apart and not first:
                 batch = without_labels(batch)
             batches.append(batch.to(parallel.device))

@@ -26,12 +26,13 @@ def config(config: Config) -> Config:
 
 def test_a_speed_test_measures_steps_after_the_first(config):
     """It saves and evaluates nothing. Errors are relative to a prediction, if there is one."""
-    config.train.steps = 4
+    config.train.steps, config.parallel.kv_budget = 4, 1000
     trainer = make_trainer(config)
     memory = SimpleNamespace(device=1, host={"offloaded activations": 0})
     time = SimpleNamespace(seconds=dict.fromkeys(PARTS, 0.5), total=3.0)
     job = SimpleNamespace(ranks_per_host=1)
     trainer.prediction = SimpleNamespace(memory=memory, time=time, job=job)
+    assert trainer._batches(0)[0].plan.kv_budget == 1000
     trainer.train()
     trainer.finish()
     trainer.close()

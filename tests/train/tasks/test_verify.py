@@ -30,9 +30,10 @@ WINDOWS = [40, 90]
 def _checked(make_batch: Any) -> Any:
     """No bug: batches whose tokens are placed by the work of the widest layer."""
 
-    def make(*arguments: Any) -> batches.Batch:
-        batch = make_batch(*arguments)
+    def make(*arguments: Any, **options: Any) -> batches.Batch:
+        batch = make_batch(*arguments, **options)
         assert batch.plan.window_size == (max(WINDOWS) - 1, -1)
+        assert batch.plan.kv_budget == options["kv_budget"]
         return batch
 
     return make
@@ -54,8 +55,8 @@ def _without_windows(narrowed: Any) -> Any:
 
 
 def _local_positions(make_batch: Any) -> Any:
-    def make(sample: Any, cp_group: Any, *rest: Any) -> batches.Batch:
-        batch = make_batch(sample, cp_group, *rest)
+    def make(sample: Any, cp_group: Any, *rest: Any, **options: Any) -> batches.Batch:
+        batch = make_batch(sample, cp_group, *rest, **options)
         return dataclasses.replace(batch, positions=torch.arange(len(batch.positions)))
 
     return make
@@ -185,6 +186,7 @@ def test_gradients_are_compared_under_every_engine(config: Config, engine: Engin
     )
     config.engine, config.model.windows = engine, WINDOWS
     config.parallel.cp, config.data.tokens_per_rank = 2, 300  # two samples in a micro-batch
+    config.parallel.kv_budget = 900
     open_corpus(config.data)
     results, _ = sacrifice(2, 60, _compare_all, config, ["none", "dK"], limit=100)
     assert {bug: same for bug, (same, _) in results.items()} == {"none": True, "dK": False}
