@@ -43,7 +43,10 @@ def find_hosts(hosts: Hosts, world: int, group: dist.ProcessGroup | None) -> tup
 
 def _hosts_of_group(group: dist.ProcessGroup | None) -> tuple[int, ...] | None:
     """As the environment says; None: nothing does, or there is no group."""
-    if group is None or (job := hosts_of_job(dist.get_world_size())) is None:
+    if group is None or not dist.is_initialized():
+        return None
+    job = hosts_of_job(dist.get_world_size())
+    if job is None:
         return None
     return _numbered([job[rank] for rank in dist.get_process_group_ranks(group)])
 
