@@ -38,7 +38,6 @@ case $group in
     attention gqa-forward --set gqa --direction fwd
     attention mqa-hops-forward --set mqa hops --direction fwd
     attention masks-forward --set masks --direction fwd
-    python -m ringfa3.bench attention -q --out "$out/merge" --set merge  # has no peer
     ;;
   backward)
     attention paper-backward --set paper --direction bwd

@@ -11,7 +11,7 @@ from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 
 # Tokens of a rank up to which its backward splits the heads of its own keys. Measured: 2 H200 gain
-# 3% at 8k tokens and lose 5% at 16k; 2 H200 that rehearse 4 ranks gain 4% at 4k and 0 to 3% at 8k.
+# 3% at 8k tokens and lose 5% at 16k.
 MAX_SPLIT_TOKENS = 8192
 
 

@@ -152,7 +152,6 @@ OPTIONS = {
     "--plot-only -q --quiet",
     "ring": "--set --worlds --longest --transport --timeout --dtype --shortest --direction --pairs "
     "--fa3 --device --out --plot-only -q --quiet",
-    "rehearsal": "--ranks --plays --tokens --direction --dtype --pairs --timeout --out",
 }
 
 

@@ -23,12 +23,6 @@ RING = (
     "TFLOP/s of one GPU against the same FLOPs without communication, ring-flash-attn and Ulysses "
     "on FlashAttention-3, and PyTorch's context_parallel."
 )
-REHEARSAL = (
-    "One causal sequence, 32:8 heads of dimension 128, over NVLink, on two GPUs that both execute "
-    "the same rank of a larger ring; each takes the place of all peers of the other. Gives the "
-    "speed of that ring over one GPU with equal work and no communication. Only the times are "
-    "meaningful, not the outputs."
-)
 FP8 = (
     "Errors of 8-bit attention against float64 on FlashAttention-3's outliers (its Table 3): "
     "RingFA3's precisions, each without one of its parts, and a scale for each tensor. All by the "
@@ -83,12 +77,6 @@ def ring(given: argparse.Namespace) -> int:
 
     sets = chosen(given.set, RING_SETS)
     return run(from_arguments(Options, given, sets=sets, transports=given.transport))
-
-
-def rehearsal(given: argparse.Namespace) -> int:
-    from ringfa3.bench.ring.rehearsal import Options, rehearse
-
-    return of_rank(lambda: rehearse(from_arguments(Options, given)))
 
 
 def fp8(given: argparse.Namespace) -> int:
@@ -188,8 +176,8 @@ def parser() -> argparse.ArgumentParser:
         "(of 1 to 16 nats, slopes, a sink; with rms errors), all of these; or one with "
         "implementations of its own: ablation (the kernel without parts of it, with three "
         "stages, or fp8 with V transposed in the kernel or sums promoted; the paper's Table 2 has "
-        "--dtype fp16), merge (epilogues of a hop), deterministic "
-        "(the deterministic backward), fp8 and int8 (8-bit operands, and the inputs' dtype), "
+        "--dtype fp16), deterministic (the "
+        "deterministic backward), fp8 and int8 (8-bit operands, and the inputs' dtype), "
         "below (head dims 40 to 192, and the next kernel's own), sinks (with them and without), "
         "spans (masks, against causal of equal FLOPs), tree (shared prompts, against their "
         "sequences one by one, FlashAttention-4 and FlexAttention), "
@@ -246,20 +234,6 @@ def parser() -> argparse.ArgumentParser:
         help="after which an implementation that hangs has failed",
     )  # fmt: skip
     add_common_options(p, "ring")
-    p = add("rehearsal", help="a ring of many GPUs on two, under torchrun", description=REHEARSAL)
-    p.set_defaults(run=rehearsal, plot_only=None)
-    p.add_argument("--ranks", type=int, default=4, help="of the ring; default 4")
-    p.add_argument(
-        "--plays", type=int, default=1, help="the rank that both GPUs execute; default 1"
-    )
-    p.add_argument(
-        "--tokens", nargs="+", type=int, default=[4096, 8192, 16384], help="of a rank, each a case"
-    )
-    p.add_argument("--direction", choices=("fwd", "bwd", "both"), default="both")
-    p.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    p.add_argument("--pairs", type=int, default=10, help="A B pairs per comparison (>= 10)")
-    p.add_argument("--timeout", type=float, default=120.0, help="seconds; default 120")
-    p.add_argument("--out", type=Path, metavar="DIR", help="default runs/bench/rehearsal")
     p = add("fp8", help="errors of 8-bit attention", description=FP8)
     p.set_defaults(run=fp8, plot_only=None)
     p.add_argument(

@@ -30,7 +30,7 @@ from ringfa3.symmetric.ring_program import (
     Tensors,
     translate,
 )
-from ringfa3.symmetric.signals import Gather, Signals
+from ringfa3.symmetric.signals import Signals
 from ringfa3.symmetric.stream_ops import (
     Buffer,
     BufferSlice,
@@ -163,7 +163,6 @@ class SymmetricBackend:
         device: torch.device,
         timeout_s: float,
         lost: Callable[[str], None],
-        signals: Callable[[int, int, Gather], Signals] = Signals,
     ) -> None:
         """lost(message) is called if a peer does not answer within `timeout_s`."""
         self.group, self.ranks, self.device = group, group.ranks, device
@@ -177,7 +176,7 @@ class SymmetricBackend:
         self.joins = False  # calls fork and join: some have been captured
         self._graphs: list[CallCache] = []  # of captured calls: graphs have their addresses
         self.memory = IpcMemory(group.rank, group.world, device, group.gather)
-        self.signals = signals(group.rank, group.world, group.gather)
+        self.signals = Signals(group.rank, group.world, group.gather)
         torch.cuda.synchronize(device)  # makes its context the current one
         self._enter = [cuda_driver.set_context(cuda_driver.current_context())]
         side = (Stream.KV, Stream.GRADIENTS)

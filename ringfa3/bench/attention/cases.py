@@ -27,7 +27,6 @@ from ringfa3.masks.mask import Mask
 # Sets with implementations of their own, and the direction of each; None: both. They run one at a
 # time.
 ABLATION = "ablation"  # against the kernel without some of its optimisations
-MERGE = "merge"  # against other epilogues of a hop
 DETERMINISTIC = "deterministic"  # with deterministic=True and without
 FP8, INT8 = "fp8", "int8"  # with 8-bit operands and without
 # The same in the backward: the precision of each set.
@@ -38,7 +37,6 @@ SPANS = "spans"  # masks, and a sequence of equal FLOPs or a window without them
 TREE = "tree"  # trees, against their sequences one by one and libraries that take such masks
 OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     ABLATION: FORWARD,
-    MERGE: FORWARD,
     DETERMINISTIC: BACKWARD,
     FP8: FORWARD,
     INT8: FORWARD,
@@ -89,20 +87,10 @@ def mqa(shrink: int) -> Iterable[Case]:
 
 
 def hops(shrink: int) -> Iterable[Case]:
-    """What a rank of a zigzag ring computes at a hop."""
-    yield hop("hops", shrink)
-
-
-def hop(set_name: str, shrink: int) -> Case:
-    """All rows of a rank on half the keys of another."""
+    """A hop of a zigzag ring: all rows of a rank on half the keys of another."""
     rows, keys = 8 * K // shrink, 4 * K // shrink
     label = f"{short(rows)} on {short(keys)}"
-    return Case(set_name, label, (rows,), 32, 8, 128, FULL, keys=(keys,))
-
-
-def merge(shrink: int) -> Iterable[Case]:
-    """The hop of `hops`, for the epilogues that merge or store its output."""
-    yield hop(MERGE, shrink)
+    yield Case("hops", label, (rows,), 32, 8, 128, FULL, keys=(keys,))
 
 
 def deterministic(shrink: int) -> Iterable[Case]:
@@ -255,7 +243,6 @@ SETS: dict[str, Callable[[int], Iterable[Case]]] = {
     SCORES: scores,
     HOST: host_time,
     ABLATION: ablation,
-    MERGE: merge,
     DETERMINISTIC: deterministic,
     FP8: partial(quantised, FP8),
     INT8: partial(quantised, INT8),

@@ -17,7 +17,6 @@ from ringfa3.bench.attention.cases import (
     DETERMINISTIC,
     FP8,
     INT8,
-    MERGE,
     OWN_IMPLEMENTATIONS,
     PEERS,
     QUANTISED_BACKWARD,
@@ -32,7 +31,6 @@ from ringfa3.bench.attention.cudnn_fp8 import cudnn_fp8
 from ringfa3.bench.attention.errors import add_errors
 from ringfa3.bench.attention.fa4 import flash_attention_4
 from ringfa3.bench.attention.flex_attention import FlexAttention
-from ringfa3.bench.attention.merge import EPILOGUES, Epilogue
 from ringfa3.bench.attention.plot import attention_figures
 from ringfa3.bench.attention.quantised import Fp8Variant, QuantisedRingFA3
 from ringfa3.bench.attention.sdpa import Sdpa
@@ -216,7 +214,7 @@ def _with_own_implementations(
     """As `_implementations`, for a set of `OWN_IMPLEMENTATIONS`."""
     smoke = device.type == "cpu"
     for option, given in (("fa3", options.fa3), ("fa4", options.fa4)):
-        own = ABLATION, MERGE, SINKS, SPANS, *QUANTISED_BACKWARD
+        own = ABLATION, SINKS, SPANS, *QUANTISED_BACKWARD
         if given is not None and (smoke or name in own):
             where = " on the CPU" if smoke else ""
             raise BenchError(f"--{option} is not used by --set {name}{where}")
@@ -261,9 +259,8 @@ def _with_own_implementations(
             *(x for x in found if x.name == FA4),
             FlexAttention(),
         ], missing
-    if name == SINKS:
-        return [RingFA3(f"{RINGFA3} with a sink", sink=FAR_BELOW), RingFA3()], []
-    return [Epilogue(kind) for kind in EPILOGUES], []
+    assert name == SINKS
+    return [RingFA3(f"{RINGFA3} with a sink", sink=FAR_BELOW), RingFA3()], []
 
 
 def planned_rows(

@@ -225,8 +225,8 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     ("sets", "more", "message"),
     [
         (["ablation"], [], "--set ablation compiles kernels: it needs a GPU"),
-        (["merge", "paper"], [], "--set merge has its own implementations: give no other"),
-        (["merge"], ["--fa3", "x.so"], "--fa3 is not used by --set merge"),
+        (["sinks", "paper"], [], "--set sinks has its own implementations: give no other"),
+        (["sinks"], ["--fa3", "x.so"], "--fa3 is not used by --set sinks"),
         (["deterministic"], ["--fa3", "x.so"], "--fa3 is not used by --set deterministic on the"),
         (["deterministic"], ["--direction", "fwd"], "nothing to measure: no such case"),
     ],
@@ -258,7 +258,6 @@ def test_the_ablation_says_where_its_kernels_are_absent(
 @pytest.mark.parametrize(
     ("name", "direction", "names"),
     [
-        ("merge", "forward", ["merge", "store", "store in float32", "merge and store"]),
         ("deterministic", "backward", ["RingFA3 deterministic", "RingFA3"]),
         ("below", "backward", ["RingFA3", "RingFA3 at the kernel's head dim"]),
         ("sinks", "backward", ["RingFA3 with a sink", "RingFA3"]),
@@ -277,7 +276,7 @@ def test_sets_on_the_cpu_from_end_to_end(
     for row in found.rows:
         assert (row.direction, row.implementations, row.stopped) == (direction, names, None)
         assert all(row.comparisons[peer].ratio is not None for peer in names[1:])
-        assert row.keys == ([16] if name in ("merge", "hops") else None)
+        assert row.keys == ([16] if name == "hops" else None)
     assert (tmp_path / f"{direction}-{name}.png").exists()
     notes = [line for line in found.left_out if line.startswith("cuDNN: ")]
     assert bool(notes) is (name == "deterministic")

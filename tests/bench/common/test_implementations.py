@@ -12,13 +12,10 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func
-from ringfa3.bench.attention import merge as epilogues
-from ringfa3.bench.attention.merge import EPILOGUES, Epilogue
 from ringfa3.bench.attention.quantised import QuantisedRingFA3
 from ringfa3.bench.attention.sdpa import Sdpa
 from ringfa3.bench.attention.zero_columns import ZeroColumns
@@ -36,10 +33,7 @@ from ringfa3.bench.common.problem import (
 )
 from ringfa3.bench.ring.implementations import Ring
 from ringfa3.kernels import reference
-from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.kernels.sinks import sink_gradient
-from ringfa3.planning.tile_schedule import FIRST
-from ringfa3.planning.tiling import Plan
 from tests.support.cases import CASES
 from tests.support.dense import attention, gradients, mask, worst
 
@@ -267,32 +261,6 @@ def test_rectangles_that_align_elsewhere_are_refused() -> None:
     sdpa = Sdpa("SDPA", torch.nn.attention.SDPBackend.MATH)
     with pytest.raises(UnsupportedCaseError, match="aligns at the top left"):
         check(sdpa, corner, FORWARD)
-
-
-@pytest.mark.parametrize("name", EPILOGUES)
-def test_epilogues_give_the_hop_however_often(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merged with itself it is the same, within 1e-5 of dense attention, in float32."""
-    flags: list[int] = []
-    select = epilogues.select_forward
-
-    def noted(q: torch.Tensor, plan: Plan) -> ForwardKernel:
-        found = select(q, plan)
-
-        def noting(*args: Any) -> None:
-            (its,) = np.unique(args[3].tiles["flags"])
-            flags.append(int(its))
-            found.attend(*args)
-
-        return found._replace(attend=noting)
-
-    monkeypatch.setattr(epilogues, "select_forward", noted)
-    hop = CASES[-1]
-    prepared = Epilogue(name).prepare(make_problem(hop, FORWARD, torch.float32, CPU))
-    monkeypatch.setattr(Epilogue, "prepare", lambda *_: prepared)
-    for _ in range(3):
-        check(Epilogue(name), hop, FORWARD)
-    assert flags == [FIRST, *[EPILOGUES[name]] * 3]
-    assert next(iter(EPILOGUES)) == "merge"
 
 
 class OnGpu(torch.Tensor):
