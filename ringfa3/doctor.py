@@ -177,9 +177,10 @@ def folder() -> Check:
 def units(can_build: bool) -> Check:
     """Which libraries the wheel and the cache have. Without a compiler the others are missing."""
     built = [u.name for u in UNITS if _is_built(u)]
-    text = f"{len(built)} of {len(UNITS)} built" + (f": {', '.join(built)}" if built else "")
+    text = f"{len(built)} of {len(UNITS)} built"
     if len(built) == len(UNITS):
         return Check("units", text)
+    text += f": {', '.join(built)}" if built else ""
     if can_build:
         return Check("units", text, "python -m ringfa3.build, or the first use builds one")
     remedy = (

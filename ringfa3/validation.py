@@ -235,7 +235,7 @@ def sequence_lengths(name: str, cu_seqlens: Sequence[int]) -> tuple[int, ...]:
     """Sequence lengths from cumulative ones."""
     cu = tuple(cu_seqlens)
     if not cu or cu[0] != 0:
-        raise ValueError(f"{name} must start with 0 and hold at least one number, got {cu[:3]}")
+        raise ValueError(f"{name} must start with 0, got {cu[:3]}: give cumulative lengths")
     lengths = tuple(b - a for a, b in itertools.pairwise(cu))
     if lengths and min(lengths) < 0:
         i = next(i for i, n in enumerate(lengths) if n < 0)

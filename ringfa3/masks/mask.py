@@ -255,6 +255,8 @@ class Mask:
 
         Args:
             lengths: tokens of the prefix of each document that has tokens, or one for all.
+
+        Raises ValueError, TypeError: a prefix exceeds its document, or keys are other tokens.
         """
         (begin,) = np.nonzero(self.positions == 0)
         size = np.diff(np.concatenate((begin, [self.q_tokens])))

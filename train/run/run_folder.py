@@ -237,7 +237,10 @@ def read_config(path: Path) -> Config:
     except FileNotFoundError:
         folders = [run.parent.name for run in path.parent.parent.glob(f"*/{path.name}")]
         there = f"; other runs there: {', '.join(sorted(folders)[:8])}" if folders else ""
-        raise ConfigError(f"run.dir={path.parent} contains no run ({path.name}){there}") from None
+        raise ConfigError(
+            f"run.dir={path.parent} contains no run ({path.name} is missing): "
+            f"give the folder of one{there}"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}, the settings of a run, cannot be read: {error}") from None
 
