@@ -156,11 +156,12 @@ class Alternation:
         batch.plan_context = self.plan_context
         trainer.shard_batch = self.shard
 
-    def plan_context(self, cumulative: Any, group: Any) -> Any:
-        return plan_context(cumulative, group, layout="contiguous" if self.on else "zigzag")
+    def plan_context(self, cumulative: Any, group: Any, **options: Any) -> Any:
+        layout = "contiguous" if self.on else "zigzag"
+        return plan_context(cumulative, group, layout=layout, **options)
 
-    def shard(self, inputs: Any, group: Any) -> Any:
-        found = self.shard_batch(inputs, group)
+    def shard(self, inputs: Any, *given: Any) -> Any:
+        found = self.shard_batch(inputs, *given)
         if self.on:
             del found.inputs["ringfa3_plan"]
             ring_flash_attn.register(found.plan, self.device)

@@ -80,7 +80,7 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m ringfa3.hf.verify_model", description=__doc__)
-    parser.add_argument("model", help="a folder or name for from_pretrained")
+    parser.add_argument("model", type=_model, help="a folder or name for from_pretrained")
     parser.add_argument("--cp", type=int, default=2, help="ranks, without torchrun; default 2")
     parser.add_argument("--data", type=Path, help="a .jsonl of input_ids, maybe labels; or a text")
     parser.add_argument("--tokens", type=int, default=512, help="of the batch, at most")
@@ -89,6 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--random", action="store_true", help="random weights, from config.json")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     return parser
+
+
+def _model(name: str) -> str:
+    """transformers takes a path that does not exist for a name at the Hub."""
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {name}")
+    return name
 
 
 def _verify(options: argparse.Namespace, device: torch.device) -> Verification:

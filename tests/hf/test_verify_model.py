@@ -232,6 +232,14 @@ def test_a_rank_that_fails_ends_the_others(
 
 
 @pytest.mark.soak
+def test_a_folder_that_does_not_exist_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([f"{tmp_path}/none", "--random"])
+    assert f"there is no folder {tmp_path}/none" in capsys.readouterr().err
+
+
 def test_the_command_starts_its_ranks(tmp_path: Path) -> None:
     config_of("qwen3", initializer_range=0.15).save_pretrained(tmp_path)
     command = [
