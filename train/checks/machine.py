@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ringfa3.planning.placement.hosts import hosts_of_job
 from train.config import Config, ConfigError, EngineConfig, HardwareConfig
 from train.extras import installed, remedy
 from train.keys import schema
@@ -60,6 +59,9 @@ def check_kv_budget(config: Config, world: int) -> None:
             f"parallel.kv_budget={budget} with model.attention_precision={precision}: buffers of "
             "8 bits have no budget; nearest valid: parallel.kv_budget=null"
         )
+    # Not before the stopper: libraries that it imports start threads.
+    from ringfa3.planning.placement.hosts import hosts_of_job
+
     hosts, cp = hosts_of_job(world) or (0,) * world, config.parallel.cp
     blocks = max(_blocks(hosts[first : first + cp]) for first in range(0, world, cp))
     rows = blocks * -(-config.samples_at_once() * config.data.seq_len // config.parallel.cp)
