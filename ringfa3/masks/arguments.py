@@ -108,9 +108,10 @@ def read_only(positions: Ints | None, tokens: int) -> Ints:
 
 def checked_blocks(
     rows: npt.ArrayLike, columns: npt.ArrayLike, size: int, q_tokens: int, k_tokens: int
-) -> tuple[Ints, Ints]:
-    """Numbers of blocks. Raises ValueError: one is outside the tokens, or there twice."""
-    if whole_number("size", size) < 1:
+) -> tuple[Ints, Ints, int]:
+    """Numbers of blocks, and their size. Raises ValueError: one is outside, or there twice."""
+    size = whole_number("size", size)
+    if size < 1:
         raise ValueError(f"size={size}: it must be at least 1")
     row, column = integers("rows", rows, (-1,)), integers("columns", columns, (-1,))
     if len(row) != len(column):
@@ -125,7 +126,7 @@ def checked_blocks(
     if len(count) and count.max() > 1:
         twice = both[:, count.argmax()].tolist()
         raise ValueError(f"block (row, column) = {tuple(twice)} is there twice: give it once")
-    return row, column
+    return row, column, size
 
 
 def checked_runs(begins: npt.ArrayLike, ends: npt.ArrayLike, tokens: int) -> tuple[Ints, Ints]:

@@ -86,8 +86,8 @@ class Mask:
         positions: npt.ArrayLike | None = None,
         key_positions: npt.ArrayLike | None = None,
     ) -> None:
-        sizes = (q_tokens, q_tokens if k_tokens is None else k_tokens)
-        self.q_tokens, self.k_tokens = token_counts(*sizes)
+        sizes = token_counts(q_tokens, q_tokens if k_tokens is None else k_tokens)
+        self.q_tokens, self.k_tokens = sizes
         table = global_bands(checked_spans(integers("spans", spans, (-1, 6)), *sizes))
         self._set(
             tight(table),
@@ -185,7 +185,7 @@ class Mask:
             raise ValueError(f"lengths has {len(sizes)} nodes, parents has {len(above)}")
         if len(sizes) and (sizes.min() < 0 or above.min() < -1):
             raise ValueError("lengths must be at least 0 and parents at least -1, which is none")
-        total = token_counts(int(sizes.sum()), 0)[0]
+        total = token_counts(sum(sizes.tolist()), 0)[0]  # a sum of int64 may wrap to a small one
         spans, positions = tree_spans(sizes, above)
         return cls._of(spans, total, total, positions)
 
@@ -210,7 +210,7 @@ class Mask:
         """
         sizes = token_counts(q_tokens, q_tokens if k_tokens is None else k_tokens)
         at = checked_blocks(rows, columns, size, *sizes)
-        return cls._of(block_spans(*at, size, *sizes), *sizes)
+        return cls._of(block_spans(*at, *sizes), *sizes)
 
     @classmethod
     def pack(cls, masks: Sequence[Mask]) -> Mask:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ import torch
 from ringfa3.masks.arguments import integers
 from ringfa3.masks.mask import Mask
 from ringfa3.masks.spans import Ints
-from ringfa3.validation import whole_number
+from ringfa3.validation import shown, whole_number
 
 IGNORED = -100  # the label of `torch.nn.functional.cross_entropy` that has no loss
 _NUMBER = np.dtype(">i8")  # its bytes sort as the numbers do, from 0 on
@@ -123,13 +124,24 @@ def _numbers(number: int, sequence: npt.ArrayLike) -> Ints:
 def _factors(numbers: list[Ints], weights: Sequence[object]) -> list[npt.NDArray[np.float64]]:
     if len(weights) != len(numbers):
         raise ValueError(f"weights has {len(weights)} sequences, there are {len(numbers)}")
-    factors = [np.asarray(x, np.float64) for x in weights]
+    factors = [_floats(f"weights[{i}]", x) for i, x in enumerate(weights)]
     for i, (x, y) in enumerate(zip(numbers, factors, strict=True)):
         if x.shape != y.shape:
             raise ValueError(
                 f"weights[{i}] has shape {y.shape}, its sequence {x.shape}: give one weight a token"
             )
     return factors
+
+
+def _floats(name: str, values: Any) -> npt.NDArray[np.float64]:
+    try:
+        if isinstance(values, torch.Tensor):
+            values = values.to("cpu", torch.float64).numpy()  # numpy has no bfloat16
+        return np.asarray(values, np.float64)
+    except (TypeError, ValueError, RuntimeError) as problem:  # RuntimeError: it needs a gradient
+        raise TypeError(
+            f"{name}={shown(values)}: give real numbers; a tensor of them needs detach()"
+        ) from problem
 
 
 def _tree(sequences: list[Ints], min_shared: int) -> tuple[list[_Node], list[int]]:

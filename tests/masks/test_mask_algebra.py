@@ -269,6 +269,7 @@ def test_a_mask_is_a_value() -> None:
         (lambda: Mask.tree([8], None), "parents=None: give whole numbers"),  # type: ignore[arg-type]
         (lambda: Mask.tree([-1], [-1]), "lengths must be at least 0"),
         (lambda: Mask.tree([1], [-2]), "parents at least -1"),
+        (lambda: Mask.tree([2**62] * 4, [-1] * 4), "q_tokens has the number 18446744073709551616"),
         (lambda: Mask.tree([1, 2], [-1]), "lengths has 2 nodes, parents has 1"),
         (lambda: Mask.blocks([0, 0], [1, 1], 2, 4), r"\(0, 1\) is there twice"),
         (lambda: Mask.blocks([2], [0], 2, 4), "rows has blocks 2 to 2"),
@@ -290,6 +291,14 @@ def test_a_mask_is_a_value() -> None:
 def test_what_is_wrong_is_named(make: object, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make()  # type: ignore[operator]
+
+
+def test_counts_may_be_arrays_or_tensors() -> None:
+    """Narrow integers do not wrap. Reference: the same masks of Python's ints, exactly."""
+    mask = Mask.blocks([0, 2], [0, 2], 100, 300)
+    for size in (np.int8(100), torch.tensor(100)):
+        assert Mask.blocks([0, 2], [0, 2], size, torch.tensor(300)) == mask  # type: ignore[arg-type]
+    assert Mask([[0, 4, 0, 4, -3, 0]], torch.tensor(4)) == Mask.documents(4)  # type: ignore[arg-type]
 
 
 def test_an_iterator_of_tokens_in_use_is_read_once() -> None:

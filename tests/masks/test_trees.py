@@ -139,6 +139,8 @@ def test_sequences_share_what_is_equal() -> None:
         (([[[1, 2]]],), r"sequences\[0\] has shape \(1, 2\)"),
         (([[1, -2]],), r"sequences\[0\] has the token -2"),
         (([[1, 2]], [[1.0]]), r"weights\[0\] has shape \(1,\)"),
+        (([[1, 2]], [["a", 1]]), r"weights\[0\]=\['a', 1\]: give real numbers"),
+        (([[1, 2]], [torch.ones(2, requires_grad=True)]), r"weights\[0\]=.*: give real numbers"),
         (([[1, 2]], []), "weights has 0 sequences, there are 1"),
         *[(([[1, 2]], None, x), f"min_shared={x!r}: give a whole number") for x in NO_NUMBERS],
         *[(([[1, 2]], None, x), f"min_shared={x}: it must be at least 1") for x in (0, -3)],
@@ -147,3 +149,9 @@ def test_sequences_share_what_is_equal() -> None:
 def test_what_is_wrong_is_named(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         fold(*arguments)  # type: ignore[arg-type]
+
+
+def test_weights_may_have_a_dtype_that_numpy_has_not() -> None:
+    """Reference: the numbers themselves, exactly; bfloat16 holds them."""
+    weights = [torch.tensor([0, 0.5, -1.25], dtype=torch.bfloat16)]
+    assert fold([[1, 2, 3]], weights).weights.tolist() == [0.5, -1.25, 0]
