@@ -147,3 +147,37 @@ def checked_runs(begins: npt.ArrayLike, ends: npt.ArrayLike, tokens: int) -> tup
         runs = [(int(a), int(b)) for a, b in zip(begin[at : at + 2], end[at : at + 2], strict=True)]
         raise ValueError(f"runs [begin, end) = {runs} overlap, or end before they begin")
     return begin, end
+
+
+def checked_prefixes(
+    lengths: npt.ArrayLike, positions: Ints, used: npt.NDArray[np.bool_]
+) -> tuple[Ints, Ints]:
+    """Runs [begin, end), the first tokens of each document; one begins where positions are 0.
+
+    used: (tokens,) whether a token is in some pair; padding is in none.
+
+    Raises ValueError, TypeError: as `Mask.with_prefix`.
+    """
+    (begin,) = np.nonzero(positions == 0)
+    size = np.diff(np.append(begin, len(positions)))
+    one = [lengths] * len(begin) if isinstance(lengths, (int, np.integer)) else lengths
+    prefix = integers("lengths", one, (-1,))  # type: ignore[arg-type]
+    if len(prefix) != len(begin) or (prefix > size).any() or (prefix < 0).any():
+        raise ValueError(
+            f"lengths={shown(lengths)}: give one prefix for each of the {len(begin)} documents "
+            "with tokens, not longer than the document"
+        )
+    end = begin + prefix
+    branches = np.diff(positions, prepend=-1) <= 0  # a token that does not continue a path
+    branches[begin] = False
+    for wrong, what in ((~used, "which is padding"), (branches, "which begins another branch")):
+        before = np.append(0, np.cumsum(wrong))
+        (bad,) = np.nonzero(before[end] > before[begin])
+        if len(bad):
+            first = int(begin[bad[0]])
+            valid = int(np.argmax(wrong[first:]))
+            raise ValueError(
+                f"lengths={shown(lengths)}: the prefix of document {bad[0]} holds token "
+                f"{first + valid}, {what}: give at most {valid}"
+            )
+    return begin, end

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ringfa3.masks.arguments import (
     checked_blocks,
     checked_positions,
+    checked_prefixes,
     checked_runs,
     checked_spans,
     document_lengths,
@@ -31,6 +32,7 @@ from ringfa3.masks.plot import plot
 from ringfa3.masks.spans import (
     Bools,
     Ints,
+    attended,
     cell,
     first_overlap,
     global_bands,
@@ -43,7 +45,6 @@ from ringfa3.masks.spans import (
     subtract,
     tight,
 )
-from ringfa3.validation import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -256,18 +257,14 @@ class Mask:
         Args:
             lengths: tokens of the prefix of each document that has tokens, or one for all.
 
-        Raises ValueError, TypeError: a prefix exceeds its document, or keys are other tokens.
+        Raises ValueError, TypeError: a prefix exceeds its document, or holds padding or tokens of
+            two branches of a tree; or keys are other tokens.
         """
-        (begin,) = np.nonzero(self.positions == 0)
-        size = np.diff(np.concatenate((begin, [self.q_tokens])))
-        one = [lengths] * len(begin) if isinstance(lengths, (int, np.integer)) else lengths
-        prefix = integers("lengths", one, (-1,))
-        if len(prefix) != len(begin) or (prefix > size).any() or (prefix < 0).any():
-            raise ValueError(
-                f"lengths={shown(lengths)}: give one prefix for each of the {len(begin)} documents "
-                "with tokens, not longer than the document"
-            )
-        return self.with_bidirectional(begin, begin + prefix)  # type: ignore[arg-type]
+        used = pairs_by_row(self._spans, self.q_tokens) > 0
+        if not self.cross:
+            used |= attended(self._spans, self.k_tokens)
+        runs = checked_prefixes(lengths, self.positions, used)
+        return self.with_bidirectional(*runs)  # type: ignore[arg-type]
 
     def __or__(self, other: Mask) -> Mask:
         """What either of two masks allows."""

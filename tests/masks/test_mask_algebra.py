@@ -188,6 +188,8 @@ def test_runs_and_prefixes_become_bidirectional() -> None:
     prefix = dense_documents([6, 7], [6, 7], -1, 0)
     prefix[:2, :2] = prefix[6:11, 6:11] = True
     check_equal(Mask.documents([0, 6, 6, 13]).with_prefix([2, 5]), prefix)
+    padded = Mask.documents([0, 6, 13], seqused_q=[4, 7])
+    assert padded.with_prefix([4, 7]) == padded.with_bidirectional([0, 6], [4, 13])
     whole = Mask.documents([0, 6, 13]).with_prefix(6)
     assert whole == Mask.documents([0, 6, 13]).with_bidirectional([0, 6], [6, 12])
 
@@ -282,6 +284,11 @@ def test_a_mask_is_a_value() -> None:
         (lambda: Mask.documents(4).with_bidirectional([2], [5]), "from 2 to 5"),
         (lambda: Mask.documents(4, 6).with_bidirectional([0], [2]), "need self-attention"),
         (lambda: Mask.documents([0, 2, 4]).with_prefix([1]), "each of the 2 documents"),
+        (
+            lambda: Mask.documents([0, 3, 12], seqused_q=[3, 5]).with_prefix([3, 7]),
+            r"\[3, 7\]: the prefix of document 1 holds token 8, which is padding: give at most 5",
+        ),
+        (lambda: Mask.tree([2, 1, 3], [-1, 0, 0]).with_prefix(4), "token 3, .* give at most 3"),
         (lambda: Mask.documents(4) | Mask.documents(5), r"\(4, 4\) and \(5, 5\)"),
         (lambda: Mask.documents([0, 2, 4]) & Mask.documents([0, 4]), "token 2 has 0 and 2"),
         (lambda: Mask([], 1 << 20).dense(), "more than 2"),
