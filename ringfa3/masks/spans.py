@@ -21,6 +21,7 @@ Bools = npt.NDArray[np.bool_]
 
 UNLIMITED = 1 << 40  # beyond every diagonal; `tight` cuts it
 MAX_PAIRS = 1 << 20  # candidates that one step of a search holds in memory
+MAX_ROUNDS = 32  # of `subtract`, whose time is their number squared
 
 
 def empty() -> Ints:
@@ -243,6 +244,11 @@ def intersect(a: Ints, b: Ints) -> Ints:
 def subtract(b: Ints, a: Ints) -> Ints:
     """What is in a span of b and in none of a."""
     i, j = meeting(a, b)
+    for axis in (0, 2):
+        (many,) = np.nonzero(np.bincount(j, minlength=len(b)) > MAX_ROUNDS)
+        if len(many):
+            b = _cut(b, many, a, i, j, axis)
+            i, j = meeting(a, b)
     kept = np.ones(len(b), bool)
     kept[j] = False
     result = [b[kept]]
@@ -258,6 +264,20 @@ def subtract(b: Ints, a: Ints) -> Ints:
         result.append(parts[done])
         parts, origin = parts[~done], origin[~done]
     return np.concatenate(result)
+
+
+def _cut(b: Ints, many: Ints, a: Ints, i: Ints, j: Ints, axis: int) -> Ints:
+    """b, with the spans of these numbers cut along an axis, 0 rows or 2 columns, where spans of a
+    that they meet begin and end. i, j: from `meeting`."""
+    parts = [np.delete(b, many, axis=0)]
+    first = np.searchsorted(j, np.stack((many, many + 1), axis=1))
+    for n, (begin, end) in zip(many, first, strict=True):
+        whole = b[n, axis : axis + 2]
+        bounds = np.unique(np.clip(np.append(a[i[begin:end], axis : axis + 2], whole), *whole))
+        part = np.repeat(b[n : n + 1], len(bounds) - 1, axis=0)
+        part[:, axis], part[:, axis + 1] = bounds[:-1], bounds[1:]
+        parts.append(tight(part))
+    return np.concatenate(parts)
 
 
 def _subtract_one(b: Ints, a: Ints) -> tuple[Ints, Ints]:

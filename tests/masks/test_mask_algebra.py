@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringfa3 import Mask
+from ringfa3.masks import spans as algebra
 from ringfa3.masks.spans import intersect, subtract
 from tests.support.dense import cumulative
 from tests.support.dense import mask as dense_documents
@@ -33,10 +35,11 @@ def check_equal(mask: Mask, allowed: Dense) -> None:
 
 
 @COMMON
-@given(union=unions())
-def test_unions_and_intersections_are_those_of_their_pairs(union: Union) -> None:
+@given(union=unions(), rounds=st.sampled_from([0, 1, 32]))
+def test_unions_and_intersections_are_those_of_their_pairs(union: Union, rounds: int) -> None:
     """Reference: numpy, exactly. The result is a mask again: its spans do not overlap."""
-    mask = union.mask()
+    with mock.patch.object(algebra, "MAX_ROUNDS", rounds):
+        mask = union.mask()
     check_equal(mask, union.dense())
     assert Mask(mask.spans, union.q_tokens, union.k_tokens) == mask
 
@@ -46,6 +49,15 @@ def test_unions_and_intersections_are_those_of_their_pairs(union: Union) -> None
 @given(union=unions(30))
 def test_many_unions(union: Union) -> None:
     check_equal(union.mask(), union.dense())
+
+
+def test_a_span_that_meets_many_is_cut_first() -> None:
+    """One round takes one of them from all parts of the span, so thousands took minutes."""
+    single = Mask([[x, x + 1, x, x + 1, 0, 0] for x in range(0, 4000, 2)], 4000)
+    with mock.patch.object(algebra, "_subtract_one", wraps=algebra._subtract_one) as rounds:
+        both = single | Mask.documents(4000, window_size=(3, 0))
+    assert rounds.call_count <= algebra.MAX_ROUNDS
+    assert both.pairs == Mask.documents(4000, window_size=(3, 0)).pairs
 
 
 @COMMON
