@@ -122,6 +122,8 @@ def _numbers(number: int, sequence: npt.ArrayLike) -> Ints:
 
 
 def _factors(numbers: list[Ints], weights: Sequence[object]) -> list[npt.NDArray[np.float64]]:
+    if not isinstance(weights, Sequence):
+        raise TypeError(f"weights={shown(weights)}: give a list, with the weights of each sequence")
     if len(weights) != len(numbers):
         raise ValueError(f"weights has {len(weights)} sequences, there are {len(numbers)}")
     factors = [_floats(f"weights[{i}]", x) for i, x in enumerate(weights)]

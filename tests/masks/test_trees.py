@@ -139,6 +139,7 @@ def test_sequences_share_what_is_equal() -> None:
         (([[[1, 2]]],), r"sequences\[0\] has shape \(1, 2\)"),
         (([[1, -2]],), r"sequences\[0\] has the token -2"),
         (([[1, 2]], [[1.0]]), r"weights\[0\] has shape \(1,\)"),
+        (([[1, 2]], 3), "weights=3: give a list"),
         (([[1, 2]], [["a", 1]]), r"weights\[0\]=\['a', 1\]: give real numbers"),
         (([[1, 2]], [torch.ones(2, requires_grad=True)]), r"weights\[0\]=.*: give real numbers"),
         (([[1, 2]], []), "weights has 0 sequences, there are 1"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import torch
 from ringfa3 import Mask
 from ringfa3.bench.__main__ import main
 from ringfa3.bench.attention import run as attention
-from ringfa3.bench.attention.cases import SPANS, TREE
+from ringfa3.bench.attention.cases import ABLATION, SINKS, SPANS, TREE
 from ringfa3.bench.common import machine
 from ringfa3.bench.common.cases import CAUSAL, Case, of_spans
 from ringfa3.bench.common.comparison import DeviceLostError
+from ringfa3.bench.common.machine import BenchError
 from ringfa3.bench.common.results import Results, Row
 from ringfa3.kernels import quantised_reference
 
@@ -212,6 +214,13 @@ def test_a_commit_is_that_of_the_checkout_itself(tmp_path: Path) -> None:
     assert machine.git_commit(tmp_path) == f"{commit}+"
 
 
+@pytest.mark.parametrize("name", [ABLATION, SINKS, SPANS])
+def test_on_a_gpu_sets_with_implementations_of_their_own_take_no_other(name: str) -> None:
+    options: Any = SimpleNamespace(fa3=Path("x.so"), fa4=None)
+    with pytest.raises(BenchError, match=f"^--fa3 is not used by --set {name}$"):
+        attention._with_own_implementations(name, torch.device("cuda"), options)
+
+
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         run("--help")
@@ -226,7 +235,6 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["ablation"], [], "--set ablation compiles kernels: it needs a GPU"),
         (["sinks", "paper"], [], "--set sinks has its own implementations: give no other"),
-        (["sinks"], ["--fa3", "x.so"], "--fa3 is not used by --set sinks"),
         (["deterministic"], ["--fa3", "x.so"], "--fa3 is not used by --set deterministic on the"),
         (["deterministic"], ["--direction", "fwd"], "nothing to measure: no such case"),
     ],

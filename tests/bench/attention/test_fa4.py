@@ -210,7 +210,6 @@ def test_without_a_folder_an_incomplete_installation_is_a_note(
     [
         (["--fa4", "x"], "--fa4 needs a GPU; leave it out with --device cpu"),
         (["--fa4", "x", "--peers", "fa3"], "--fa4 was given, but --peers leaves fa4 out"),
-        (["--fa4", "x", "--set", "sinks"], "--fa4 is not used by --set sinks"),
         (["--sample-ms", "0"], "--sample-ms 0: it must be above 0"),
         (["--errors-only"], "--errors-only goes with --set scores alone"),
     ],
