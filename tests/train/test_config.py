@@ -41,6 +41,7 @@ BY_SIZE = ("optim.lr", "train.batch_tokens")  # keys that the size of the model 
         ("+foo=1", "foo", "nearest valid one is"),
         ("data.path=/nowhere", "data.path", "nearest existing folder: /"),
         ("train.steps=many", "train.steps", "train.steps=300"),
+        ("train.steps=1e6", "train.steps", "valid would be train.steps=1000000"),
         ("optim.betas=[0.9,x]", "optim.betas: Value 'x'", "optim.betas=[0.9, 0.95]"),
         ("run.dir=/dev/null/run", "run.dir: the folder /dev/null/run", "choose another"),
         ("data.cache_dir=/dev/null/c", "data.cache_dir: the folder /dev/null/c", "choose another"),

@@ -39,6 +39,11 @@ def check_data(data: DataConfig) -> None:
             "nearest valid: data.packing=stream (or data.document_mask=true)"
         )
     _check_separators(data)
+    if not data.bos_token:
+        raise ConfigError(
+            "data.bos_token is empty; give the token that starts a document, for example "
+            f"data.bos_token='{DataConfig().bos_token}'"
+        )
     ends_apart = data.eos_token not in (None, NO_EOS, data.bos_token)
     if data.tokenizer is None and ends_apart and data.vocab_size < 258:
         raise ConfigError(
@@ -121,6 +126,6 @@ def nearest_path(value: str) -> str:
         missing = missing.parent
     names = sorted(entry.name for entry in missing.parent.iterdir())
     match = nearest(missing.name, names)
-    if match:
+    if match and match != missing.name:  # a file may exist where a folder is wanted
         return f"did you mean {missing.parent / match}?"
     return f"nearest existing folder: {missing.parent}"

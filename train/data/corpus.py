@@ -8,6 +8,7 @@ its split when files are added, removed, renamed or sorted.
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ def find_files(
     ``left_out`` collects what is not read. Raises ``ConfigError`` for a source without files, and
     for a format whose reader is not installed.
     """
-    return _found(sources_of(data, path_key), left_out or LeftOut())
+    return _found(data, sources_of(data, path_key), left_out or LeftOut())
 
 
 def all_files(data: DataConfig, left_out: LeftOut | None = None) -> list[TextFile]:
@@ -149,16 +150,17 @@ def all_files(data: DataConfig, left_out: LeftOut | None = None) -> list[TextFil
         return find_files(data, left_out=left_out)
     reading = _reading(data, "data.validation_path")
     validation = Source("", data.validation_path, data.pattern, 1.0, reading, validation=True)
-    return _found([validation, *sources_of(data)], left_out or LeftOut())
+    return _found(data, [validation, *sources_of(data)], left_out or LeftOut())
 
 
-def _found(sources: list[Source], left_out: LeftOut) -> list[TextFile]:
-    files = [file for source in sources for file in _files_of(source, left_out)]
+def _found(data: DataConfig, sources: list[Source], left_out: LeftOut) -> list[TextFile]:
+    cache = Path(os.path.expanduser(data.cache_dir))  # without a home directory it is no error yet
+    files = [file for source in sources for file in _files_of(source, cache, left_out)]
     require_readers([file.path for file in files])
     return files
 
 
-def _files_of(source: Source, left_out: LeftOut) -> list[TextFile]:
+def _files_of(source: Source, cache: Path, left_out: LeftOut) -> list[TextFile]:
     key = source.reading.path_key
     if source.path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -166,7 +168,12 @@ def _files_of(source: Source, left_out: LeftOut) -> list[TextFile]:
         found = [(path.relative_to(root).as_posix(), path) for path in paths]
     else:
         root = expand(key, source.path).absolute()
-        found = [(root.name, root)] if root.is_file() else _matching(root, source, left_out)
+        if root.resolve() == cache.resolve():
+            raise ConfigError(
+                f"data.cache_dir={cache} is {key} too, and no text is read there; choose another "
+                f"data.cache_dir"
+            )
+        found = [(root.name, root)] if root.is_file() else _matching(root, source, cache, left_out)
     names, files = {name for name, _ in found}, []
     for name, path in sorted(found):
         content, token_file = format_of(name).content, partner(path, ".bin")
@@ -183,10 +190,10 @@ def _files_of(source: Source, left_out: LeftOut) -> list[TextFile]:
     return files
 
 
-def _matching(root: Path, source: Source, left_out: LeftOut) -> list[tuple[str, Path]]:
+def _matching(root: Path, source: Source, cache: Path, left_out: LeftOut) -> list[tuple[str, Path]]:
     key = source.reading.path_key
     try:
-        return list(matching_files(root, source.pattern, partial(left_out.add, key)))
+        return list(matching_files(root, source.pattern, partial(left_out.add, key), cache))
     except ValueError as error:
         raise ConfigError(
             f"{source.reading.section}.pattern={source.pattern}: {error}; it is relative to "

@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 from train.config import Config, ConfigError, from_plain
 from train.keys import flatten, shown
 from train.paths import expand, make_folder, require_removal, unusable
+from train.text.files import JOB
 
 LOCK_S = 5.0  # processes of torchrun's previous attempt may still hold the lock
 
@@ -71,7 +72,7 @@ class RunFolder:
         self.profile = self.path / "profile"
         self.origin = self.path / "origin"
         self.tensorboard = self.path / "tensorboard"
-        self._job = self.path / ".job"
+        self._job = self.path / JOB
 
     def log(self, rank: int) -> Path:
         """The output of a rank other than 0, and the last traceback of any rank."""
@@ -234,7 +235,7 @@ def read_config(path: Path) -> Config:
     """Read the ``config.json`` of a run; ``ConfigError`` if it is missing or unreadable."""
     try:
         return from_plain(json.loads(path.read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         folders = [run.parent.name for run in path.parent.parent.glob(f"*/{path.name}")]
         there = f"; other runs there: {', '.join(sorted(folders)[:8])}" if folders else ""
         raise ConfigError(
@@ -242,7 +243,10 @@ def read_config(path: Path) -> Config:
             f"give the folder of one{there}"
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}, the settings of a run, cannot be read: {error}") from None
+        raise ConfigError(
+            f"{path}, the settings of a run, cannot be read: {error}; restore the file, or choose "
+            f"another run.dir"
+        ) from None
 
 
 def write_atomically(path: Path, text: str) -> None:

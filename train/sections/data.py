@@ -43,8 +43,8 @@ class DataConfig:
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     """several mixed sources instead of path; configs/data/mixture.yaml has an example"""
     pattern: str = "**/*"
-    """glob of the files below path, for example **/*.parquet; files whose name starts with a dot
-    are skipped"""
+    """glob of the files below path, for example **/*.parquet. Files whose name starts with a dot
+    are skipped, as cache_dir and the folders of runs are"""
     text_field: str = "text"
     """the field of a record, or the column of a .parquet, with the text or token ids"""
     format: str = key(PLAIN, choices=FORMATS)

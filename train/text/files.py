@@ -27,6 +27,7 @@ ARCHIVES = (
     b"Rar!",
     b"\x28\xb5\x2f\xfd",
 )
+JOB = ".job"  # a file in the folder of every run
 TYPES = mimetypes.MimeTypes()  # without the files of the system
 
 
@@ -67,18 +68,20 @@ def printable(name: str) -> str:
 
 
 def matching_files(
-    root: Path, pattern: str, left_out: Callable[[str, str], None]
+    root: Path, pattern: str, left_out: Callable[[str, str], None], skipped: Path | None = None
 ) -> Iterator[tuple[str, Path]]:
     """The files below ``root`` whose names match the glob ``pattern``, with these names.
 
     A name is relative to ``root``, with forward slashes. Names with a part that starts with a dot
-    are skipped. ``left_out`` gets the reason and the name of whatever cannot be read. Raises
-    ``ValueError`` for a pattern that names nothing below ``root``.
+    are skipped, and so are the folder ``skipped`` and those of runs: a start that reads what
+    another start writes trains on other text each time. ``left_out`` gets the reason and the name
+    of whatever cannot be read. Raises ``ValueError`` for a pattern that names nothing below
+    ``root``.
     """
     parts = PurePosixPath(pattern).parts
     if not parts or parts[0] == "/" or ".." in parts:
         raise ValueError("the pattern must name files below the folder")
-    seen: set[str] = set()
+    seen = set() if skipped is None else {os.path.realpath(skipped)}
     waiting = deque([("", os.path.realpath(root))])  # links at its end: real names come first
     unnamed: deque[tuple[str, str]] = deque()  # files without a suffix: a link may give them one
     while waiting or unnamed:
@@ -96,6 +99,8 @@ def matching_files(
             left_out(f"{reason}; repair it, or exclude it with data.pattern", name or ".")
             continue
         if stat.S_ISDIR(mode):
+            if name and any(entry.name == JOB for entry in entries):
+                continue
             below = []
             for entry in sorted(entries, key=lambda entry: entry.name):
                 inner = f"{name}/{entry.name}" if name else entry.name

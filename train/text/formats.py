@@ -81,7 +81,9 @@ def _text(row: int, found: str | Ids, reading: Reading, position: str) -> Text:
         decoder = reading.required_decoder(position)
         ids = decoder.inner(found)
     except UnicodeEncodeError as error:  # half of a surrogate pair, escaped in JSON
-        raise ConfigError(f"{reading.path_key}: {position} is not valid text: {error}") from None
+        raise ConfigError(
+            f"{reading.path_key}: {position} is not valid text: {error}; {reading.repair}"
+        ) from None
     except DamagedIdsError as error:
         raise ConfigError(f"{reading.path_key}: {position} {error}") from None
     text = decoder.text(ids)

@@ -41,7 +41,9 @@ def _content_of_line(line: bytes, row: int, reading: Reading, position: str) -> 
             f"iconv"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{reading.path_key}: {position} is not JSON: {error}") from None
+        raise ConfigError(
+            f"{reading.path_key}: {position} is not JSON: {error}; {reading.repair}"
+        ) from None
     return _content(record, reading, position)
 
 
@@ -54,7 +56,9 @@ def _content(record: Any, reading: Reading, position: str) -> Content:
         return value or ""
     if isinstance(value, list) and all(type(number) is int for number in value):
         return np.array(value)
-    found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    found = type(record).__name__
+    if isinstance(record, dict):
+        found = ", ".join(f"{name} ({type(entry).__name__})" for name, entry in record.items())
     raise ConfigError(
         f"{reading.section}.text_field={reading.text_field}: {position} has no such field with a "
         f"string or token ids; it has: {found}{other_formats(f'{reading.section}.format', record)}"
@@ -92,7 +96,9 @@ def json_records(path: Path, reading: Reading, at: At) -> Rows:
             if isinstance(error, ConfigError):
                 raise
             position = f"{reading.path_key}: {path}:{row + 1}"
-            raise ConfigError(f"{position} is not a record of JSON: {error}") from None
+            raise ConfigError(
+                f"{position} is not a record of JSON: {error}; {reading.repair}"
+            ) from None
 
 
 def _records(read: Callable[[int], str]) -> Iterator[Any]:

@@ -48,7 +48,9 @@ def parquet_rows(path: Path, reading: Reading, at: At) -> Rows:
                         yield row, content
                     at(size * row // max(1, file.metadata.num_rows))
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{reading.path_key}: {position()} cannot be read: {error}") from None
+        raise ConfigError(
+            f"{reading.path_key}: {position()} cannot be read: {error}; {reading.repair}"
+        ) from None
 
 
 def _columns(names: list[str], data_format: str, key: str, path: Path) -> list[str]:

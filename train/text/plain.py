@@ -29,11 +29,13 @@ def text_parts(path: Path, reading: Reading, at: At) -> Rows:
         for row, part in enumerate([b"".join(blocks())] if whole else _parts(blocks(), reading)):
             try:
                 text = part.decode("utf-8")
-            except UnicodeDecodeError as error:
+                if "\0" in text:  # also after HEAD
+                    raise ValueError("it has a NUL byte")
+            except ValueError as error:
                 if row == 0:
                     raise not_text(path.name, first[:HEAD]) from None
                 raise ConfigError(
-                    f"{reading.path_key}: {path}:{row + 1} is not UTF-8: {error}"
+                    f"{reading.path_key}: {path}:{row + 1} is not UTF-8: {error}; {reading.repair}"
                 ) from None
             if whole or text.strip():
                 yield (WHOLE_FILE if whole else row + 1), text

@@ -78,6 +78,11 @@ class Reading(NamedTuple):
         """The config section of the source, or ``data``."""
         return self.path_key.rpartition(".")[0] if self.path_key.startswith(SOURCES) else "data"
 
+    @property
+    def repair(self) -> str:
+        """The remedy for a damaged file, at the end of an error."""
+        return f"repair the file, or exclude it with {self.section}.pattern"
+
     def required_decoder(self, position: str) -> IdDecoder:
         """``decoder``; ``ConfigError`` if it is None."""
         if self.decoder is None:
@@ -93,7 +98,9 @@ class Reading(NamedTuple):
         try:
             yield
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-            raise ConfigError(f"{self.path_key}: {position()} cannot be read: {error}") from None
+            raise ConfigError(
+                f"{self.path_key}: {position()} cannot be read: {error}; {self.repair}"
+            ) from None
 
     @contextlib.contextmanager
     def opened(self, path: Path, position: Callable[[], str]) -> Iterator[tuple[BinaryIO, Any]]:

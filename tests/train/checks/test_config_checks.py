@@ -261,6 +261,7 @@ def test_sources_and_their_weights_must_fit(config, text_folder):
         ({"generate.temperature": -1.0}, "nearest valid: generate.temperature=0"),
         ({"sweep.nproc_per_node": 0}, "nearest valid: sweep.nproc_per_node=1"),
         ({"data.split_on": ""}, "data.split_on is empty; give a separator"),
+        ({"data.bos_token": ""}, "for example data.bos_token='<|endoftext|>'"),
         ({"mode": "eval", "eval.path": "/tmp", "data.split_on": ""}, "data.split_on is empty"),
         (
             {"data.path": None, "data.sources": {"a": SourceConfig("/tmp", split_on="")}},

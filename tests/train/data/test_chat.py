@@ -268,7 +268,7 @@ def test_without_eos_no_answer_needs_an_end(folder):
         ("chat", {"messages": [says("user", "a\ufdd0")]}, r"is not text: it has one of U\+FDD0"),
         ("completion", {"prompt": "a"}, r"prompt and completion; .*:1 has: prompt"),
         ("completion", {"prompt": "a", "completion": [says("assistant", "b")]}, r"prompt must be"),
-        ("text", {"messages": TURNS}, r"text_field=text: .* has: messages; .*data\.format=chat"),
+        ("text", {"messages": TURNS}, r"text_field=text: .*: messages \(.*data\.format=chat"),
     ],
 )
 def test_fields_of_another_format_are_named(folder, data_format, record, message):

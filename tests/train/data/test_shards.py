@@ -4,6 +4,7 @@ once, rebuilt after changes, verified when opened."""
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ from train.data.documents import DocumentError
 from train.data.manifest import DamagedError, write_manifest
 from train.data.shards import open_corpus
 from train.data.tokenizer import encode, load_tokenizer, train_tokenizer
+from train.run.run_folder import RunFolder
 from train.sections.data import SourceConfig
 
 BOS = "<|endoftext|>"
@@ -71,6 +73,23 @@ def test_a_changed_file_or_config_gives_a_new_corpus(config, tmp_path):
     config.data.vocab_size = 270
     assert open_corpus(config.data).tokenizer.get_vocab_size() == 270
     assert len(list(Path(config.data.cache_dir).glob("*/manifest.json"))) == 3
+
+
+def test_a_start_reads_nothing_that_another_start_wrote(config, text_folder, tmp_path):
+    """The cache and the folder of a run are in the folder of the text, also behind a link."""
+    folder = shutil.copytree(text_folder, tmp_path / "project")
+    (tmp_path / "link").symlink_to(folder)
+    config.data.path, config.data.cache_dir = str(tmp_path / "link"), str(folder / "cache")
+    first = open_corpus(config.data)
+    config.run.dir = str(folder / "runs" / "one")
+    run = RunFolder(config)
+    run.set_job("0")
+    run.record_start("{}", "{}", None)
+    run.evaluations.write_text('{"step": 1}')
+    assert open_corpus(config.data).digest == first.digest
+    config.data.cache_dir = str(folder)
+    with pytest.raises(ConfigError, match=r"choose another data\.cache_dir$"):
+        open_corpus(config.data)
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,9 @@ def test_the_progress_ends_at_the_size_of_the_file(tmp_path, monkeypatch):
     ("line", "message"),
     [
         (b'{"body": "x"}', r"data\.text_field=text: .*bad\.jsonl:2 has no .*; it has: body"),
-        (b'{"text": 3}', r"data\.text_field=text: .*bad\.jsonl:2"),
+        (b'{"text": 3}', r"data\.text_field=text: .*bad\.jsonl:2 .*it has: text \(int\)"),
         (b"[1]", r"bad\.jsonl:2 .*it has: list"),
-        (b"{", r"data\.path: .*bad\.jsonl:2 is not JSON"),
+        (b"{", r"data\.path: .*bad\.jsonl:2 is not JSON: .*; repair .* with data\.pattern"),
         (b"[" * 10**6, r"bad\.jsonl:2 is not JSON"),
         (b'{"text": "caf\xe9"}', r"data\.path: .*bad\.jsonl:2 is not UTF-8"),
         (b'{"text": "\\ud800"}', r"data\.path: .*bad\.jsonl:2 is not valid text: .*surrogates"),
@@ -100,7 +100,7 @@ def test_a_truncated_gzip_file_names_the_line(tmp_path):
         read(path)
     path = tmp_path / "bad.txt.gz"
     path.write_bytes(gzip.compress(b"good" * 99)[:-9])
-    with pytest.raises(ConfigError, match=r"data\.path: .*bad\.txt\.gz cannot be read"):
+    with pytest.raises(ConfigError, match=r"bad\.txt\.gz cannot be read: .*; repair the file"):
         read(path)
 
 
@@ -219,7 +219,7 @@ def test_a_damaged_json_names_the_record(tmp_path, content, problem):
     ):
         read(path)
     path.write_text('[{"text": "a"}, {"body": "b", "id": 1}]')
-    with pytest.raises(ConfigError, match=r"data\.text_field=text: .*a\.json:2 .*: body, id"):
+    with pytest.raises(ConfigError, match=r"text_field=text: .*a\.json:2 .*: body \(str\), id"):
         read(path)
 
 
@@ -324,4 +324,11 @@ def test_what_is_not_utf8_after_the_first_part_is_refused(tmp_path):
         split(path, split_on=";")
     path.write_bytes(b"t\xe9o;one")
     with pytest.raises(NotReadError, match="not UTF-8"):
+        split(path, split_on=";")
+    path.write_bytes(b"word " * 2000 + b"\0;one\0")
+    for keys in ({}, {"split_on": ";"}):
+        with pytest.raises(NotReadError, match="not UTF-8"):
+            split(path, **keys)
+    path.write_bytes(b"word " * 2000 + b";one\0")
+    with pytest.raises(ConfigError, match=r"a\.txt:2 is not UTF-8: it has a NUL byte; repair"):
         split(path, split_on=";")
