@@ -85,9 +85,9 @@ class HostCopy(Generic[T]):
     def on(self, stream: CurrentStream) -> DeviceCopy[T]:
         """The copy of a stream, which the first call uploads."""
         key = stream.device, stream.id
-        if key not in self.of_streams:
+        while (found := self.of_streams.get(key)) is None:  # other threads may drop it again
             upload((self,), stream)
-        return self.of_streams[key]
+        return found
 
 
 def upload(tables: Iterable[HostCopy[Any]], stream: CurrentStream) -> None:

@@ -177,13 +177,14 @@ def prepare_call(
                 host.ensure()
             if len(known) >= MAX_VALIDATED:
                 known.clear()
-            if arguments not in known:  # those of a backward are its forward's
+            valid = known.get(arguments)  # those of a backward are its forward's
+            if valid is None:
                 _validate(q, k, v, plan, transport, precision)
                 mode = select_forward_mode(plan, q, k)
                 given = q, k, v, plan, scale, deterministic, precision, transport, mode
                 settings = _settings(*given)
-                known[arguments] = _Validated(settings, settings, mode)
-            settings, _, mode = known[arguments]
+                known[arguments] = valid = _Validated(settings, settings, mode)
+            settings, _, mode = valid  # another thread may have cleared `known`
             if sink:
                 settings = Settings({**settings, "sink": "given"})
             validated = _Validated(settings, settings, mode)

@@ -174,6 +174,24 @@ def test_streams_without_end_keep_a_bounded_number_of_tables(events: Events) -> 
     assert read(some, on(0, captured=True)).memory is alive[0]()
 
 
+class Dropped(dict[Any, Any]):
+    """Another thread, of one stream too many, drops its first entry as soon as it is there."""
+
+    dropped = False
+
+    def __setitem__(self, key: object, value: object) -> None:
+        super().__setitem__(key, value)
+        if not self.dropped:
+            self.dropped = True
+            del self[key]
+
+
+def test_tables_that_another_thread_drops_are_uploaded_again(events: Events) -> None:
+    tables = uploads.HostCopy(forward.HostTables.of(tiling()))
+    tables.of_streams = Dropped()
+    assert tables.on(on(1)) is tables.on(on(1))
+
+
 def test_launches_of_a_stream_share_a_counter() -> None:
     """By its id. Captured launches have one each."""
     counters = uploads.Counters()
