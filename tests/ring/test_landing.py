@@ -125,6 +125,29 @@ def check_bounds(plans: list[ContextPlan], needs: Allowed) -> None:
         assert max([*moved.rows[1:], *leaving, *landing]) <= limit
 
 
+def check_offsets(plans: list[ContextPlan]) -> None:
+    """Exactly: ranks of a host find each part of a peer at the row where the peer has it."""
+    moved = [plan.by_messages() for plan in plans]
+    for plan, here in zip(plans, moved, strict=True):
+        offsets = here.host_offsets
+        for name, found in (("direct", offsets.direct), ("onward", offsets.onward)):
+            flows = [getattr(x, name) for x in moved]
+            for transfer in range(len(here.rows)):
+                for side, other in (("leaving", "arriving"), ("arriving", "leaving")):
+                    peers = [part.peer for part in getattr(flows[plan.rank], side)[transfer]]
+                    expected = {
+                        (peer, part.begin)
+                        for peer in peers
+                        if peer != plan.rank and plan.hosts[peer] == plan.hosts[plan.rank]
+                        for part in getattr(flows[peer], other)[transfer]
+                        if part.peer == plan.rank
+                    }
+                    assert set(getattr(found, side)[transfer].items()) == expected
+        sent = [max(map(len, flow.sent)) for x in moved for flow in (x.direct, x.onward)]
+        most = max(sent[::2]), max(sent[1::2]), max(max([0, *x.rows[1:]]) for x in moved)
+        assert offsets.most == most
+
+
 def check(plans: list[ContextPlan], allowed: Allowed) -> None:
     """Exactly: pairs of the forward, sums of the backward, and rows between each two hosts."""
     hosts = np.array(plans[0].hosts)
@@ -137,6 +160,7 @@ def check(plans: list[ContextPlan], allowed: Allowed) -> None:
         for host in set(range(count)) - {plan.hosts[plan.rank]}:
             rows = needs[hosts == host][:, plan._key_index].any(0).sum()
             expected[plan.hosts[plan.rank], host] += rows
+    check_offsets(plans)
     for plan in plans:
         np.testing.assert_array_equal(plan.by_messages().between_hosts, expected)
     for direction in (check_forward, check_backward):

@@ -29,29 +29,44 @@ def rows_of_buffers(exchange: KVExchange, landing: Landing, launch: Ints) -> Int
 
     launch: (steps,) of each `HostRanks.ring_step`.
     """
-    ranks, count = landing.ranks, int(launch[-1]) + 1
-    world, (host_count, most) = len(ranks.host), ranks.ranks.shape
-
-    def by_launch(rank: Ints, launch: Ints, size: Ints, chosen: Bools) -> Ints:
-        """(world, launches) sums over the chosen runs."""
-        at = (count * rank + launch)[chosen]
-        rows = np.bincount(at, size[chosen], world * count)
-        return rows.astype(np.int64).reshape(world, count)
-
-    def in_two(rows: Ints) -> Ints:
-        """Of two buffers, which columns use in turn."""
-        return np.asarray(rows[:, ::2].max(1, initial=0) + rows[:, 1::2].max(1, initial=0))
-
-    owner, hop, begin, end = exchange.runs().T
-    reader, size = (owner + hop) % world, end - begin
-    at, via = launch[ranks.ring_step(owner, reader)], landing.rank[owner, ranks.host[reader]]
-    arriving = by_launch(reader, at, size, via >= -1)
-    held = in_two(arriving) + by_launch(owner, at, size, via < 0).max(1)
-    held = held + by_launch(via, at, size, via >= 0).max(1)
+    ranks = landing.ranks
+    most = ranks.ranks.shape[1]
+    arriving, leaving, passed = moved_rows(exchange, landing, launch)
+    held = _in_two(arriving) + leaving.max(1) + passed.max(1)
 
     owner, host, begin, end = landing.runs.T
     to, size = landing.rank[owner, host], end - begin
-    at = launch[most * ((host - ranks.host[owner]) % host_count)]  # a chunk lands for one launch
-    landed = by_launch(to, at, size, to >= 0)
-    held = held + in_two(landed[:, np.unique(at[to >= 0])])
-    return np.asarray(held + by_launch(owner, at, size, to >= 0).max(1))
+    far = (host - ranks.host[owner]) % len(ranks.ranks)
+    at, shape = launch[most * far], arriving.shape  # a chunk lands for one launch
+    landed = _sums(to, at, size, to >= 0, shape)
+    held = held + _in_two(landed[:, np.unique(at[to >= 0])])
+    return np.asarray(held + _sums(owner, at, size, to >= 0, shape).max(1))
+
+
+def moved_rows(exchange: KVExchange, landing: Landing, launch: Ints) -> tuple[Ints, Ints, Ints]:
+    """(world, launches) each: K/V rows that arrive on a rank for a launch; its own that go straight
+    to their readers; those that have landed and go on.
+
+    launch: as in `rows_of_buffers`.
+    """
+    ranks = landing.ranks
+    shape = world, _ = len(ranks.host), int(launch[-1]) + 1
+    owner, hop, begin, end = exchange.runs().T
+    reader, size = (owner + hop) % world, end - begin
+    at, via = launch[ranks.ring_step(owner, reader)], landing.rank[owner, ranks.host[reader]]
+    return (
+        _sums(reader, at, size, via >= -1, shape),
+        _sums(owner, at, size, via < 0, shape),
+        _sums(via, at, size, via >= 0, shape),
+    )
+
+
+def _sums(rank: Ints, launch: Ints, size: Ints, chosen: Bools, shape: tuple[int, int]) -> Ints:
+    """(world, launches), the shape: sums over the chosen runs."""
+    at = (shape[1] * rank + launch)[chosen]
+    return np.bincount(at, size[chosen], shape[0] * shape[1]).astype(np.int64).reshape(shape)
+
+
+def _in_two(rows: Ints) -> Ints:
+    """Of two buffers, which columns use in turn."""
+    return np.asarray(rows[:, ::2].max(1, initial=0) + rows[:, 1::2].max(1, initial=0))

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from ringfa3.planning.exchange.buffers import moved_rows
 from ringfa3.planning.exchange.landing import Landing
 from ringfa3.planning.exchange.launches import launch_of_step
 from ringfa3.planning.kv_exchange import KVExchange
@@ -69,8 +71,8 @@ class LaunchExchange:
     direct   from own rows to the K/V of a launch; transfers are launches
     landing  from own rows to landed rows; transfers are chunks
     onward   from landed rows of a launch's chunk to the K/V of the launch; transfers are launches
-    chunks  of rows that land, in the order of launches; no two have one launch
-    between_hosts  as `Landing.between_hosts`
+    chunks   of rows that land, in the order of launches; no two have one launch
+    exchange, by_host, launch  what the flows of every rank follow from
     """
 
     rank: int
@@ -80,7 +82,9 @@ class LaunchExchange:
     landing: RowFlow
     onward: RowFlow
     chunks: list[Chunk]
-    between_hosts: Ints
+    exchange: KVExchange
+    by_host: Landing
+    launch: Ints
 
     @classmethod
     def of(
@@ -97,34 +101,26 @@ class LaunchExchange:
         """
         landing = Landing.of(exchange, hosts)
         launch = launch_of_step(exchange, landing, kv_budget) if launch is None else launch
-        runs = _Runs.of(exchange, landing, rank, launch)
+        made = _RankFlows.of(exchange, landing, rank, launch)
         world, count = len(hosts), int(launch[-1]) + 1
-        came = runs.ordered((runs.reader == rank) & (runs.via < 0), runs.launch)
-        goes = runs.ordered((runs.owner == rank) & (runs.via < 0), runs.launch)
-        into = _lay_out(count, came.launch, came.owner, came.hop, came.size)
-        direct = _flow(
-            goes.rows(), _lay_out(count, goes.launch, goes.reader, goes.hop, goes.size), into
-        )
-
-        landed = _Landed.of(landing, rank, launch)
-        again = runs.ordered((runs.reader == rank) & (runs.via >= 0), runs.launch, runs.via)
-        hop = (rank - again.via) % world
-        last = _lay_out(count, again.launch, again.via, hop, again.size, into.rows)
-        on = runs.ordered(runs.via == rank, runs.launch, runs.reader)
-        hop = (on.reader - rank) % world
-        passed = _lay_out(count, on.launch, on.reader, hop, on.size)
-        onward = _flow(landed.rows_of(on), passed, last)
-
-        rows = into.rows + last.rows
+        rows = made.rows.copy()
         rows[0] = exchange.tokens[rank]
         owners = (rank - np.arange(world)) % world
         of_hop = launch[landing.ranks.ring_step(owners, np.full_like(owners, rank))]
-        at = np.concatenate((came.at_hop, again.at_hop))
-        shift = np.concatenate((into.first - came.begin, last.first - again.begin))
-        by_hop = np.argsort(at)
-        plan = _cut_to_runs(exchange, hops, of_hop, count, at[by_hop], shift[by_hop])
-        flows = direct, landed.flow, onward
-        return cls(rank, plan, rows.tolist(), *flows, landed.chunks, landing.between_hosts)
+        by_hop = np.argsort(made.at)
+        plan = _cut_to_runs(exchange, hops, of_hop, count, made.at[by_hop], made.shift[by_hop])
+        flows = made.direct, made.landed.flow, made.onward
+        return cls(rank, plan, rows.tolist(), *flows, made.landed.chunks, exchange, landing, launch)
+
+    @property
+    def between_hosts(self) -> Ints:
+        """As `Landing.between_hosts`."""
+        return self.by_host.between_hosts
+
+    @cached_property
+    def host_offsets(self) -> HostOffsets:
+        """Where rows lie on the other ranks of this rank's host."""
+        return HostOffsets.of(self.exchange, self.by_host, self.rank, self.launch)
 
     @property
     def flows(self) -> list[RowFlow]:
@@ -146,6 +142,90 @@ class LaunchExchange:
 
     def _chunk(self, chosen: Callable[[Chunk], bool]) -> int | None:
         return next((n for n, chunk in enumerate(self.chunks) if chosen(chunk)), None)
+
+
+class FlowOffsets(NamedTuple):
+    """Where the parts of a `RowFlow` lie in the buffers of the other ranks of a host.
+
+    Of each transfer, by peer: the first row of a part in the buffer at the other end of its way.
+
+    leaving   of the part that goes to the peer
+    arriving  of the part that comes from it
+    """
+
+    leaving: list[dict[int, int]]
+    arriving: list[dict[int, int]]
+
+    @classmethod
+    def empty(cls, transfers: int) -> FlowOffsets:
+        return cls([{} for _ in range(transfers)], [{} for _ in range(transfers)])
+
+
+class HostOffsets(NamedTuple):
+    """Where rows that ranks of one host exchange lie at the other end.
+
+    most  rows of the largest buffer on any rank: sent by `direct`, sent by `onward`, and K/V of a
+          launch
+    """
+
+    direct: FlowOffsets
+    onward: FlowOffsets
+    most: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, exchange: KVExchange, landing: Landing, rank: int, launch: Ints) -> HostOffsets:
+        count = int(launch[-1]) + 1
+        direct, onward = (FlowOffsets.empty(count) for _ in range(2))
+        (mates,) = np.nonzero(landing.ranks.host == landing.ranks.host[rank])
+        for peer in set(mates.tolist()) - {rank}:
+            there = _RankFlows.of(exchange, landing, peer, launch)
+            for (leaving, arriving), flow in ((direct, there.direct), (onward, there.onward)):
+                for here, parts in ((leaving, flow.arriving), (arriving, flow.leaving)):
+                    for transfer, of_peers in zip(here, parts, strict=True):
+                        transfer.update((peer, x.begin) for x in of_peers if x.peer == rank)
+        arrived, own, landed = (int(x.max()) for x in moved_rows(exchange, landing, launch))
+        return cls(direct, onward, (own, landed, arrived))
+
+
+@dataclass(frozen=True, eq=False)
+class _RankFlows:
+    """What one rank sends and receives.
+
+    rows   (launches,) K/V rows that arrive for each launch
+    at     (runs,) 2^32 * hop + the owner's first row of each run that arrives
+    shift  (runs,) from an owner's local row to the row in the launch's K/V
+    """
+
+    direct: RowFlow
+    landed: _Landed
+    onward: RowFlow
+    rows: Ints
+    at: Ints
+    shift: Ints
+
+    @classmethod
+    def of(cls, exchange: KVExchange, landing: Landing, rank: int, launch: Ints) -> _RankFlows:
+        runs = _Runs.of(exchange, landing, rank, launch)
+        world, count = len(landing.rank), int(launch[-1]) + 1
+        came = runs.ordered((runs.reader == rank) & (runs.via < 0), runs.launch)
+        goes = runs.ordered((runs.owner == rank) & (runs.via < 0), runs.launch)
+        into = _lay_out(count, came.launch, came.owner, came.hop, came.size)
+        direct = _flow(
+            goes.rows(), _lay_out(count, goes.launch, goes.reader, goes.hop, goes.size), into
+        )
+
+        landed = _Landed.of(landing, rank, launch)
+        again = runs.ordered((runs.reader == rank) & (runs.via >= 0), runs.launch, runs.via)
+        hop = (rank - again.via) % world
+        last = _lay_out(count, again.launch, again.via, hop, again.size, into.rows)
+        on = runs.ordered(runs.via == rank, runs.launch, runs.reader)
+        hop = (on.reader - rank) % world
+        passed = _lay_out(count, on.launch, on.reader, hop, on.size)
+        onward = _flow(landed.rows_of(on), passed, last)
+
+        at = np.concatenate((came.at_hop, again.at_hop))
+        shift = np.concatenate((into.first - came.begin, last.first - again.begin))
+        return cls(direct, landed, onward, into.rows + last.rows, at, shift)
 
 
 class _Transfers(NamedTuple):
