@@ -24,8 +24,9 @@ from ringfa3.planning.exchange.landing import HostRanks
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
+from ringfa3.ring.levels.flow_messages import STATISTICS
 from ringfa3.ring.p2p import Message, Transport
-from ringfa3.ring.p2p_pass import STATISTICS, ArrivingKV, start_exchange
+from ringfa3.ring.p2p_pass import ArrivingKV, start_exchange
 
 # A launch attends to one hop for each so many query rows of a rank, times query heads per KV head:
 # the messages of that many hops take less time than hop 0 of a causal document, even at 50 GB/s.

@@ -21,7 +21,8 @@ from ringfa3.pass_interface import Attend, HopTensors
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.quantisation.key_tiles import KEY_TILE
 from ringfa3.ring import quantised_forward
-from ringfa3.ring.p2p_pass import KV, RETURN, ArrivingKV, P2PRingPass, start_exchange
+from ringfa3.ring.levels.flow_messages import KV, RETURN
+from ringfa3.ring.p2p_pass import ArrivingKV, P2PRingPass, start_exchange
 from tests.planning.test_tiling import rectangles
 from tests.ring.test_p2p_pass import Sent
 from tests.ring.test_ring_op import EXACT, dense_results, ring_results, shards_of

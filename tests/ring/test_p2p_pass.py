@@ -15,8 +15,9 @@ import torch.distributed as dist
 from ringfa3 import ContextPlan, plan_context, ring_attn_func
 from ringfa3.bench.cluster.mixes import DISTRIBUTIONS, Mix
 from ringfa3.planning.row_exchange import RowIndex
+from ringfa3.ring.levels.flow_messages import KV, RETURN, _SentRows
 from ringfa3.ring.p2p import Exchange, FakeTransport, GlooTransport, Message, NcclTransport
-from ringfa3.ring.p2p_pass import KV, RETURN, P2PRingPass, _SentRows
+from ringfa3.ring.p2p_pass import P2PRingPass
 from tests.support.dense import band, cumulative, mask, tensors
 from tests.support.ranks import Ranks
 

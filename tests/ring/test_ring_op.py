@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ringfa3 import ContextPlan, flash_attn_varlen_func, plan_context, ring_attn_func
 from ringfa3.kernels import reference
 from ringfa3.ring import p2p
+from ringfa3.ring.levels.flow_messages import KV, RETURN
 from ringfa3.ring.p2p import GlooTransport, Message
-from ringfa3.ring.p2p_pass import KV, RETURN
 from tests.support.dense import attention, band, cumulative, gradients, mask, tensors, worst
 from tests.support.ranks import Ranks, group_of
 

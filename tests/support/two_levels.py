@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ringfa3.ring.levels.flow_messages import KV, RETURN
 from ringfa3.ring.p2p import NcclTransport
-from ringfa3.ring.p2p_pass import KV, RETURN
 from tests.gpu.test_gpu_symmetric import Layer
 from tests.ring.test_p2p_pass import Sent
 

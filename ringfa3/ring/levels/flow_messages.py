@@ -1,0 +1,125 @@
+"""What ranks send each other for the launches of a pass, as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from typing import TypeAlias
+
+import torch
+
+from ringfa3.kernels.streams import CurrentStream
+from ringfa3.kernels.uploads import Packed, Uploads
+from ringfa3.planning.exchange.launch_exchange import LaunchExchange, PeerRows, RowFlow
+from ringfa3.planning.placement.costs import Ints
+from ringfa3.planning.row_exchange import RowIndex
+from ringfa3.ring.p2p import Message
+
+KV, RETURN, STATISTICS = range(3)  # message tags
+
+Messages: TypeAlias = tuple[list[Message], list[Message]]  # sends and receives
+
+
+class _SentRows:
+    """`HostTables` of `RowFlow.sent`."""
+
+    def __init__(self, sent: Sequence[Ints]) -> None:
+        self._runs = [RowIndex.of_run(rows) for rows in sent]
+        scattered = zip(sent, self._runs, strict=True)
+        self._rows = [rows for rows, run in scattered if run is None]
+        self.packed = Packed(*self._rows)
+
+    def at(self, memory: torch.Tensor | None, _address: int) -> list[RowIndex]:
+        assert memory is not None  # no schedule sends messages
+        parts = (
+            memory[offset : offset + rows.nbytes].view(torch.int64)
+            for offset, rows in zip(self.packed.addresses(0), self._rows, strict=True)
+        )
+        return [RowIndex(next(parts)) if run is None else run for run in self._runs]
+
+
+_uploaded = Uploads[list[RowIndex]]("rows that messages send")
+
+
+class FlowMessages:
+    """The messages of a `RowFlow`, in buffers that the caller gives.
+
+    scratch_rows  of a buffer for rows that leave and are not consecutive
+    """
+
+    def __init__(self, rank: int, flow: RowFlow, sent: Sequence[RowIndex], what: str) -> None:
+        """sent: `flow.sent`, for tensors on a device. what: for error messages."""
+        self._rank, self._flow, self._sent, self._what = rank, flow, sent, what
+        gathered = zip(flow.sent, sent, strict=True)
+        self.scratch_rows = max((len(s) for s, i in gathered if not i.consecutive), default=0)
+
+    @classmethod
+    def of(cls, exchange: LaunchExchange, device: torch.device, what: str) -> list[FlowMessages]:
+        """Of `exchange.flows`, for tensors on a device."""
+        sent = [rows for flow in exchange.flows for rows in flow.sent]
+        if device.type == "cuda":
+            make = partial(_SentRows, sent)
+            index = iter(_uploaded.get(exchange, CurrentStream.of(device), (), make))
+        else:
+            index = iter(RowIndex.of_each(sent, device))
+        names = what, f"{what} to land", f"landed {what}"
+        return [
+            cls(exchange.rank, flow, list(islice(index, len(flow.sent))), name)
+            for flow, name in zip(exchange.flows, names, strict=False)
+        ]
+
+    def send(
+        self,
+        transfer: int,
+        source: Sequence[torch.Tensor],
+        scratch: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        direction: str,
+    ) -> Messages:
+        """What sends rows of `source` to `into` on other ranks. Rows for this rank are copied.
+
+        source, into: the buffers of both ends, one tensor or more each.
+
+        Rows that are not consecutive are gathered, after all earlier messages have been sent.
+        """
+        leaving, arriving = self._flow.leaving[transfer], self._flow.arriving[transfer]
+        sent = list(map(self._sent[transfer].read, source, scratch)) if leaving else []
+        for x, y in zip(self._own(arriving, into), self._own(leaving, sent), strict=True):
+            x.copy_(y)
+        return self._of(leaving, sent, direction, KV), self._of(arriving, into, direction, KV)
+
+    def send_back(self, transfer: int, grads: torch.Tensor, returned: torch.Tensor) -> Messages:
+        """What returns the rows of `grads`, which other ranks receive in `returned`."""
+        arriving, leaving = self._flow.arriving[transfer], self._flow.leaving[transfer]
+        sends = self._of(arriving, [grads], "backward", RETURN)
+        return sends, self._of(leaving, [returned], "backward", RETURN)
+
+    def add(
+        self, transfer: int, grads: torch.Tensor, returned: torch.Tensor, to: torch.Tensor
+    ) -> None:
+        """Adds what `send_back` has returned, peer by peer, to the rows of `to` that were sent."""
+        for part in self._flow.leaving[transfer]:
+            rows = returned[part.begin : part.end]
+            if part.peer == self._rank:
+                (rows,) = self._own(self._flow.arriving[transfer], [grads])
+            self._sent[transfer].part(part.begin, part.end).add(rows, to)
+
+    def _own(self, rows: Sequence[PeerRows], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        own = [part for part in rows if part.peer == self._rank]
+        return [x[part.begin : part.end] for part in own for x in tensors]
+
+    def _of(
+        self, rows: Sequence[PeerRows], tensors: Sequence[torch.Tensor], direction: str, tag: int
+    ) -> list[Message]:
+        return [
+            Message(
+                x[part.begin : part.end],
+                part.peer,
+                f"{direction} hop {part.hop}: {self._what}",
+                tag,
+            )
+            for part in rows
+            if part.peer != self._rank
+            for x in tensors
+        ]
