@@ -38,12 +38,14 @@ class Message:
     peer    rank in the CP group
     what    for error messages, as in "forward hop 2: K/V"
     tag     0 to 3; messages of different tags between two ranks never match
+    at      first byte in what the sender publishes to ranks of its host
     """
 
     tensor: torch.Tensor
     peer: int
     what: str
     tag: int
+    at: int = 0
 
 
 class Exchange(Protocol):

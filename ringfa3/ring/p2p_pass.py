@@ -23,14 +23,14 @@ from ringfa3.pass_interface import Attend, HopTensors, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.exchange.launch_exchange import LaunchExchange
 from ringfa3.planning.tiling import Plan
-from ringfa3.ring.levels.flow_messages import FlowMessages, Messages
+from ringfa3.ring.levels.flow_messages import UNPUBLISHED, FlowMessages, Messages, Regions
 from ringfa3.ring.p2p import Exchange, Transport
 
 
-def start_exchange(transport: Transport, messages: Sequence[Messages]) -> Exchange | None:
-    """Starts all messages in one exchange; None if there are none."""
+def start_exchange(transport: Transport, messages: Sequence[Messages]) -> Exchange:
+    """Starts all messages, maybe none, in one exchange. All ranks start equally many in a pass."""
     sends, receives = ([m for groups in messages for m in groups[n]] for n in range(2))
-    return transport.exchange(sends, receives) if sends or receives else None
+    return transport.exchange(sends, receives)
 
 
 class ArrivingKV:
@@ -46,10 +46,11 @@ class ArrivingKV:
         local: Sequence[torch.Tensor],
         pass_type: str,
         num_buffers: int = 2,
+        regions: Regions = UNPUBLISHED,
     ) -> None:
         """local: the rank's own rows, (rows, ...) each, contiguous: K and V, or both in one."""
         self._exchange, self._local, self._pass_type = exchange, local, pass_type
-        self._flows = FlowMessages.of(exchange, local[0].device, "K/V")
+        self._flows = FlowMessages.of(exchange, local[0].device, "K/V", regions)
         landed = [chunk.rows for chunk in exchange.chunks]
         self._buffers = self._new(exchange.rows[1:], num_buffers)
         self._scratch = [self._new([flow.scratch_rows], 1)[0] for flow in self._flows]
@@ -93,9 +94,11 @@ class ReturningGradients:
     first_heads  KV heads of `local` that are stored before the hops; 0: all
     """
 
-    def __init__(self, k: torch.Tensor, exchange: LaunchExchange) -> None:
+    def __init__(
+        self, k: torch.Tensor, exchange: LaunchExchange, regions: Regions = UNPUBLISHED
+    ) -> None:
         self._exchange = exchange
-        self._flows = FlowMessages.of(exchange, k.device, "dK/dV")
+        self._flows = FlowMessages.of(exchange, k.device, "dK/dV", regions)
         shape, dtype = (2, *k.shape[1:]), accum_dtype(k.dtype)
         self.local = k.new_empty((len(k), *shape), dtype=dtype)
         rows = [max(exchange.rows[1:][n::2], default=0) for n in range(2)]
@@ -191,10 +194,16 @@ class P2PRingPass:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
         self._local = (k, v)
         contiguous = [x.contiguous() for x in self._local]
-        self._kv = ArrivingKV(self._exchange, contiguous, self._pass_type)
+        kv, grads = self._regions(k, v)
+        self._kv = ArrivingKV(self._exchange, contiguous, self._pass_type, regions=kv)
         if self._pass_type == "backward":
-            self._grads = ReturningGradients(k, self._exchange)
+            self._grads = ReturningGradients(k, self._exchange, grads)
             self.first_heads = self._grads.first_heads
+
+    def _regions(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Regions, Regions]:
+        """Where K/V and dK/dV are published to ranks of this host."""
+        del k, v
+        return UNPUBLISHED, UNPUBLISHED
 
     def run(self, attend: Attend) -> None:
         """As `RingPass.run`. Hop 0 comes first; some of its KV heads may come last."""
@@ -208,8 +217,7 @@ class P2PRingPass:
             dkv = self._grads.of_launch(launch).unbind(1) if backward else ()
             heads = slice(0, self.first_heads if launch == 0 and self.first_heads else None)
             attend(launch, HopTensors.of(x[:, heads] for x in (*kv, *dkv)))
-            if moving is not None:
-                moving.wait()
+            moving.wait()
             if backward:
                 self._grads.add(launch - 1)
         if backward:
@@ -226,11 +234,10 @@ class P2PRingPass:
             local = [x[:, self.first_heads :] for x in self._local]
             attend(0, HopTensors.of((*local, *stored.unbind(1)), self.first_heads))
             grads.add_last_heads(stored)
-        for launch in (last, last + 1):
-            if moving is not None:
-                moving.wait()
-            grads.add(launch)
-            moving = start_exchange(self._transport, grads.messages(launch + 1))
+        moving.wait()
+        grads.add(last)
+        start_exchange(self._transport, grads.messages(last + 1)).wait()
+        grads.add(last + 1)
         dtype = self._local[0].dtype
         local_kv = select_local_kv(self._pass_type, self._local[0], self._plan, self.precision)
         self.grads = local_kv.round_gradients(grads.local, None, dtype)

@@ -34,7 +34,6 @@ from ringfa3.symmetric.signals import Signals
 from ringfa3.symmetric.stream_ops import (
     Buffer,
     BufferSlice,
-    BufferSpec,
     Copy,
     Event,
     Operation,
@@ -43,6 +42,7 @@ from ringfa3.symmetric.stream_ops import (
     ResetArrivals,
     SetSignal,
     Signal,
+    Slots,
     Stream,
     WaitAndReset,
 )
@@ -57,7 +57,10 @@ class Group(Protocol):
     ranks: list[int]
     rank: int
     world: int
-    failure: str | None  # why the group is lost
+
+    @property
+    def failure(self) -> str | None:
+        """Why the group is lost."""
 
     @property
     def timeout_s(self) -> float: ...
@@ -191,7 +194,7 @@ class SymmetricBackend:
         self._watchdog = Watchdog(lambda: timeout_s, reached, *given)
         self.replays = ReplayWaits(self.signals)
 
-    def begin(self, spec: BufferSpec, stream: CurrentStream | None = None) -> int:
+    def begin(self, spec: Slots, stream: CurrentStream | None = None) -> int:
         """As `Backend.begin`. A captured call has the same parity in all replays."""
         self.row_bytes = spec.row_bytes
         again = stream is not None and stream.id == self._stream_id

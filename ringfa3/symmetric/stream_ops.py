@@ -7,10 +7,11 @@ sets it, one receiver waits for it and resets it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -86,8 +87,18 @@ class BufferSlice(NamedTuple):
     end: int
 
 
+class Slots(Protocol):
+    """Bytes that a slot of each buffer must hold, and bytes of its rows."""
+
+    @property
+    def slot_bytes(self) -> Mapping[Buffer, int]: ...
+
+    @property
+    def row_bytes(self) -> Mapping[Buffer, int]: ...
+
+
 class BufferSpec:
-    """Buffers of the calls of one plan, pass type and shape of keys.
+    """`Slots` of the calls of one plan, pass type and shape of keys.
 
     row        shape of a buffer's row: (2, hk, d), K and V or dK and dV
     rows       that a slot of each buffer must hold

@@ -48,7 +48,9 @@ def numbers(plan: ContextPlan) -> torch.Tensor:
     return keys.to(torch.float64)[:, None, None].expand(-1, 2, 1).contiguous()
 
 
-def check_forward(plans: list[ContextPlan], allowed: Allowed) -> Counter[tuple[int, int, int]]:
+def check_forward(
+    plans: list[ContextPlan], allowed: Allowed, run: Any = run_passes
+) -> Counter[tuple[int, int, int]]:
     """Launches cover exactly the pairs of the mask. Returns rows sent by tag, sender, receiver."""
     covered = np.zeros(allowed.shape, int)
 
@@ -66,12 +68,14 @@ def check_forward(plans: list[ContextPlan], allowed: Allowed) -> Counter[tuple[i
 
         return launch
 
-    links = run_passes(plans, "forward", numbers, attend)[1]
+    sent: Counter[tuple[int, int, int]] = run(plans, "forward", numbers, attend)[1].sent
     np.testing.assert_array_equal(covered, allowed)
-    return links.sent
+    return sent
 
 
-def check_backward(plans: list[ContextPlan], allowed: Allowed) -> Counter[tuple[int, int, int]]:
+def check_backward(
+    plans: list[ContextPlan], allowed: Allowed, run: Any = run_passes
+) -> Counter[tuple[int, int, int]]:
     """Tiles cover exactly the pairs of the mask. They store 2^rank as dK and dV of their keys: sums
     are exact and have a bit for each reader. Returns rows sent by tag, sender, receiver."""
     covered = np.zeros((2, *allowed.shape), int)  # by head
@@ -94,7 +98,7 @@ def check_backward(plans: list[ContextPlan], allowed: Allowed) -> Counter[tuple[
 
         return launch
 
-    rings, links = run_passes(plans, "backward", numbers, attend)
+    rings, links = run(plans, "backward", numbers, attend)
     np.testing.assert_array_equal(covered, np.stack((allowed, allowed)))
     readers = [allowed[plan.token_index.numpy()].any(0) for plan in plans]
     bits = np.sum([2**rank * needs for rank, needs in enumerate(readers)], 0)
@@ -105,7 +109,8 @@ def check_backward(plans: list[ContextPlan], allowed: Allowed) -> Counter[tuple[
         for grads in ring.grads:
             assert grads.shape == (len(keys), 2, 1)
             assert (grads == expected[:, None, None]).all()
-    return links.sent
+    sent: Counter[tuple[int, int, int]] = links.sent
+    return sent
 
 
 def check_bounds(plans: list[ContextPlan], needs: Allowed) -> None:
@@ -149,7 +154,7 @@ def check_offsets(plans: list[ContextPlan]) -> None:
         assert offsets.most == most
 
 
-def check(plans: list[ContextPlan], allowed: Allowed) -> None:
+def check(plans: list[ContextPlan], allowed: Allowed, run: Any = run_passes) -> None:
     """Exactly: pairs of the forward, sums of the backward, and rows between each two hosts."""
     hosts = np.array(plans[0].hosts)
     needs = np.array([allowed[plan.token_index.numpy()].any(0) for plan in plans])
@@ -166,7 +171,7 @@ def check(plans: list[ContextPlan], allowed: Allowed) -> None:
         np.testing.assert_array_equal(plan.by_messages().between_hosts, expected)
     for direction in (check_forward, check_backward):
         crossed = np.zeros((2, count, count), int)
-        for (tag, sender, receiver), rows in direction(plans, allowed).items():
+        for (tag, sender, receiver), rows in direction(plans, allowed, run).items():
             crossed[int(tag == RETURN), hosts[sender], hosts[receiver]] += rows
         np.fill_diagonal(crossed[0], 0)
         np.fill_diagonal(crossed[1], 0)
@@ -227,8 +232,7 @@ def check_tiles(plans: list[ContextPlan], allowed: Allowed, group_size: int) -> 
                     with links.lock:
                         at = np.ix_(queries[rows], keys[columns][real])
                         covered[at] += pairs[:, real]
-            if moving is not None:
-                moving.wait()
+            moving.wait()
 
     def guarded(plan: ContextPlan) -> None:
         try:

@@ -10,9 +10,9 @@ import queue
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -120,12 +120,18 @@ def in_threads(
     plans: Sequence[ContextPlan], run: Callable[[ContextPlan], T], links: Links
 ) -> list[T]:
     """What `run` returns for each rank's plan. New buffers are NaN meanwhile."""
+    with nan_memory(links), ThreadPoolExecutor(len(plans)) as pool:
+        return list(pool.map(run, plans))
+
+
+@contextmanager
+def nan_memory(links: Links) -> Iterator[None]:
+    """New buffers are NaN. At the end all messages have been received."""
     new_empty = torch.Tensor.new_empty
 
     def new_nan(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         return new_empty(x, *args, **options).fill_(torch.nan)
 
-    with patch.object(torch.Tensor, "new_empty", new_nan), ThreadPoolExecutor(len(plans)) as pool:
-        results = list(pool.map(run, plans))
+    with patch.object(torch.Tensor, "new_empty", new_nan):
+        yield
     assert all(link.empty() for link in links.queues.values()), "a message was never received"
-    return results

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.uploads import Packed, Uploads
-from ringfa3.planning.exchange.launch_exchange import LaunchExchange, PeerRows, RowFlow
+from ringfa3.planning.exchange.launch_exchange import FlowOffsets, LaunchExchange, PeerRows, RowFlow
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.ring.p2p import Message
@@ -42,20 +42,51 @@ class _SentRows:
 _uploaded = Uploads[list[RowIndex]]("rows that messages send")
 
 
+class Region(NamedTuple):
+    """Where a rank publishes the rows of a flow to ranks of its host, buffer after buffer.
+
+    begin    byte of the first buffer
+    rows     of each buffer
+    offsets  of the flow's parts at the other end
+    """
+
+    begin: int
+    rows: int
+    offsets: FlowOffsets
+
+
+Regions: TypeAlias = tuple[Region | None, Region | None]  # of `direct`, and of `onward`
+UNPUBLISHED: Regions = (None, None)
+
+
 class FlowMessages:
     """The messages of a `RowFlow`, in buffers that the caller gives.
 
     scratch_rows  of a buffer for rows that leave and are not consecutive
     """
 
-    def __init__(self, rank: int, flow: RowFlow, sent: Sequence[RowIndex], what: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        flow: RowFlow,
+        sent: Sequence[RowIndex],
+        what: str,
+        region: Region | None = None,
+    ) -> None:
         """sent: `flow.sent`, for tensors on a device. what: for error messages."""
         self._rank, self._flow, self._sent, self._what = rank, flow, sent, what
+        self._region = region
         gathered = zip(flow.sent, sent, strict=True)
         self.scratch_rows = max((len(s) for s, i in gathered if not i.consecutive), default=0)
 
     @classmethod
-    def of(cls, exchange: LaunchExchange, device: torch.device, what: str) -> list[FlowMessages]:
+    def of(
+        cls,
+        exchange: LaunchExchange,
+        device: torch.device,
+        what: str,
+        regions: Regions = UNPUBLISHED,
+    ) -> list[FlowMessages]:
         """Of `exchange.flows`, for tensors on a device."""
         sent = [rows for flow in exchange.flows for rows in flow.sent]
         if device.type == "cuda":
@@ -64,9 +95,11 @@ class FlowMessages:
         else:
             index = iter(RowIndex.of_each(sent, device))
         names = what, f"{what} to land", f"landed {what}"
+        direct, onward = regions
+        each = zip(exchange.flows, names, (direct, None, onward), strict=False)
         return [
-            cls(exchange.rank, flow, list(islice(index, len(flow.sent))), name)
-            for flow, name in zip(exchange.flows, names, strict=False)
+            cls(exchange.rank, flow, list(islice(index, len(flow.sent))), name, region)
+            for flow, name, region in each
         ]
 
     def send(
@@ -87,13 +120,16 @@ class FlowMessages:
         sent = list(map(self._sent[transfer].read, source, scratch)) if leaving else []
         for x, y in zip(self._own(arriving, into), self._own(leaving, sent), strict=True):
             x.copy_(y)
-        return self._of(leaving, sent, direction, KV), self._of(arriving, into, direction, KV)
+        there = self._region.offsets.arriving[transfer] if self._region else {}
+        receives = self._of(arriving, into, direction, KV, there)
+        return self._of(leaving, sent, direction, KV), receives
 
     def send_back(self, transfer: int, grads: torch.Tensor, returned: torch.Tensor) -> Messages:
         """What returns the rows of `grads`, which other ranks receive in `returned`."""
         arriving, leaving = self._flow.arriving[transfer], self._flow.leaving[transfer]
+        there = self._region.offsets.leaving[transfer] if self._region else {}
         sends = self._of(arriving, [grads], "backward", RETURN)
-        return sends, self._of(leaving, [returned], "backward", RETURN)
+        return sends, self._of(leaving, [returned], "backward", RETURN, there)
 
     def add(
         self, transfer: int, grads: torch.Tensor, returned: torch.Tensor, to: torch.Tensor
@@ -110,16 +146,24 @@ class FlowMessages:
         return [x[part.begin : part.end] for part in own for x in tensors]
 
     def _of(
-        self, rows: Sequence[PeerRows], tensors: Sequence[torch.Tensor], direction: str, tag: int
+        self,
+        rows: Sequence[PeerRows],
+        tensors: Sequence[torch.Tensor],
+        direction: str,
+        tag: int,
+        there: Mapping[int, int] | None = None,
     ) -> list[Message]:
-        return [
-            Message(
-                x[part.begin : part.end],
-                part.peer,
-                f"{direction} hop {part.hop}: {self._what}",
-                tag,
-            )
-            for part in rows
-            if part.peer != self._rank
-            for x in tensors
-        ]
+        """there: by peer, the row at which it has what comes from it; None: this rank sends."""
+        messages = []
+        begin, size = (self._region.begin, self._region.rows) if self._region else (0, 0)
+        for part in rows:
+            if part.peer == self._rank:
+                continue
+            what = f"{direction} hop {part.hop}: {self._what}"
+            row, first = part.begin if there is None else there.get(part.peer, 0), begin
+            for x in tensors:
+                row_bytes = x.shape[1:].numel() * x.itemsize
+                at = first + row * row_bytes
+                messages.append(Message(x[part.begin : part.end], part.peer, what, tag, at))
+                first += size * row_bytes
+        return messages
