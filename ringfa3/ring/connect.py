@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
 from ringfa3.kernels.dispatch import log_once
 from ringfa3.pass_interface import RingPass
 from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.placement.hosts import find_hosts
 from ringfa3.planning.process_groups import Group, resolve_group
 from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
+from ringfa3.ring.levels.two_level_pass import TwoLevelPass
 from ringfa3.ring.p2p import Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.process_group import backend_of, is_fake
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.validation import check_transport
+
+Hosts: TypeAlias = tuple[int, ...]  # of each rank
 
 
 def connect(
@@ -67,34 +72,56 @@ def connect(
     ring.agree(settings, error, anew=True)
     assert isinstance(device, torch.device)
     ring.begin(settings)
-    connection(ring, device, transport, by_messages=transport == "nccl")
+    hosts = two_levels_of(transport, device, find_hosts(None, world, process_group))
+    connection(ring, device, transport, transport == "nccl", hosts)
     return ring.connections.last_transport
 
 
+def two_levels_of(transport: str, device: torch.device, hosts: tuple[int, ...]) -> Hosts | None:
+    """The hosts of a call whose ranks copy inside each host and send messages between them: where
+    `symmetric` is asked for by name, and landing ranks pass rows on. None for other calls."""
+    asked = transport == "symmetric" and device.type == "cuda"
+    return hosts if asked and 1 < len(set(hosts)) < len(hosts) else None
+
+
 def connection(
-    group: RingGroup, device: torch.device, transport: str, by_messages: bool
+    group: RingGroup,
+    device: torch.device,
+    transport: str,
+    by_messages: bool,
+    hosts: Hosts | None = None,
 ) -> tuple[Callable[[ContextPlan, str], RingPass], Transport | None]:
     """(make_pass, messages) of `PreparedCall`, of a call on which all ranks have agreed.
 
     The first such call connects the ranks.
 
     by_messages: the call does not use `symmetric`
+    hosts: from `two_levels_of`
 
     Raises ValueError on all ranks: `symmetric` is asked for by name and not possible.
     """
     connections = group.connections
+    if hosts is not None and not by_messages:
+        with group:
+            levels = connections.two_levels(hosts, device)
+        if isinstance(levels, str):
+            raise _not_possible(levels)
+        return partial(TwoLevelPass, levels), levels
     if device.type == "cuda" and not by_messages:
         with group:
             backend = connections.symmetric_backend(device)
         if backend is not None:
             return partial(SymmetricRingPass, backend), None
         if transport == "symmetric":  # on all ranks alike, so none tells the others
-            reason = connections.unsupported
-            raise ValueError(
-                f"transport='symmetric' is not possible here ({reason}): use 'nccl' or 'auto'"
-            )
+            raise _not_possible(connections.unsupported)
         if group.rank == 0:
             log_once(f"using transport nccl; symmetric is not available: {connections.unsupported}")
     with group:
         p2p = connections.transport("nccl" if device.type == "cuda" else "gloo", device)
     return partial(P2PRingPass, p2p), p2p
+
+
+def _not_possible(reason: str | None) -> ValueError:
+    return ValueError(
+        f"transport='symmetric' is not possible here ({reason}): use 'nccl' or 'auto'"
+    )

@@ -7,25 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from ringfa3.errors import first_line
 from ringfa3.ring.agreement import AgreementWords
-from ringfa3.ring.p2p import P2P_TRANSPORTS, Peers, Transport
+from ringfa3.ring.levels.opening import Owner, open_two_levels
+from ringfa3.ring.levels.two_levels import TwoLevelTransport
+from ringfa3.ring.p2p import P2P_TRANSPORTS, Transport
 from ringfa3.ring.process_group import connect_ranks, new_group
-from ringfa3.symmetric.backend import Group, SymmetricBackend
+from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ipc_memory import IpcMemory
 from ringfa3.symmetric.self_test import open_backend
-
-
-class Owner(Peers, Group, Protocol):
-    """What the connections need of `RingGroup`."""
-
-    @property
-    def store(self) -> Store: ...
 
 
 class Connections:
@@ -43,6 +36,7 @@ class Connections:
         self._transports: dict[str, Transport] = {}
         self._abandoned: list[Transport | SymmetricBackend] = []  # peers may use their memory
         self._backend: SymmetricBackend | None = None
+        self._two_levels: dict[tuple[int, ...], TwoLevelTransport | str] = {}  # by hosts
         self.words: AgreementWords | None = None
         self.unsupported: str | None = None
         self.last_transport: str | None = None
@@ -85,10 +79,34 @@ class Connections:
             self.last_transport = "symmetric"
         return self._backend
 
+    def two_levels(self, hosts: tuple[int, ...], device: torch.device) -> TwoLevelTransport | str:
+        """`symmetric` inside each host and `nccl` between them; or why that is not possible.
+
+        The first call for these hosts tries it, on all ranks together and with the same result.
+        """
+        between = self.transport("nccl", device)
+        if hosts not in self._two_levels:
+            name = f"levels/{self._transport_generation}/{'.'.join(map(str, hosts))}"
+            opened = open_two_levels(self._group, hosts, device, between, name)
+            self._two_levels[hosts] = opened
+        found = self._two_levels[hosts]
+        if not isinstance(found, str):
+            self.last_transport = "symmetric"
+        return found
+
+    @property
+    def _copying(self) -> list[TwoLevelTransport]:
+        return [x for x in list(self._two_levels.values()) if not isinstance(x, str)]
+
     @property
     def shared_memory(self) -> IpcMemory | None:
         """The memory of the `symmetric` transport, once that has been tried and works."""
         return None if self._backend is None else self._backend.memory
+
+    def memory_of_levels(self, hosts: tuple[int, ...]) -> IpcMemory | None:
+        """The shared memory of `two_levels`, once that has been tried and works."""
+        found = self._two_levels.get(hosts)
+        return None if found is None or isinstance(found, str) else found.backend.memory
 
     def may_use_symmetric(self, transport: str) -> bool:
         """Whether a call of CUDA tensors uses the `symmetric` transport, or has to try it first."""
@@ -98,21 +116,24 @@ class Connections:
         """Whether this rank has all messages of calls before `call`."""
         backend = self._backend
         return (backend is None or backend.completed_before(call)) and all(
-            transport.completed_before(call) for transport in self._transports.values()
+            transport.completed_before(call)
+            for transport in (*self._transports.values(), *self._copying)
         )
 
     def release(self) -> None:
         """Releases streams that wait for peers: the group is lost."""
         if self._backend is not None:
             self._backend.abandon()
+        for transport in self._copying:
+            transport.abort()
 
     def abandon(self) -> None:
         """Drops the connections of a refused call; the next call connects anew."""
         self.release()
         for transport in self._transports.values():
             transport.abort()
-        self._abandoned += self._transports.values()
-        self._transports = {}
+        self._abandoned += [*self._transports.values(), *self._copying]
+        self._transports, self._two_levels = {}, {}
         self._transport_generation += 1
         if self._backend is not None:
             self._abandoned.append(self._backend)
@@ -124,7 +145,7 @@ class Connections:
         meet: whether all ranks have called it; None: a rank has given up, or this process ends
             before its peers, so it waits for none of them
         """
-        for transport in self._transports.values():
+        for transport in (*self._copying, *self._transports.values()):
             with suppress(RuntimeError):  # of the device, or of the driver
                 transport.close(meet is None)
         for abandoned in self._abandoned:
@@ -137,3 +158,4 @@ class Connections:
             with suppress(RuntimeError):
                 self._backend.close(meet)
         self._transports, self._abandoned, self._backend, self.words = {}, [], None, None
+        self._two_levels = {}

@@ -23,7 +23,7 @@ from ringfa3.pass_interface import RingPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.quantisation.dequantised import backward_keys
 from ringfa3.ring.calls import Settings
-from ringfa3.ring.connect import connection
+from ringfa3.ring.connect import connection, two_levels_of
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import FakeTransport, Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
@@ -211,7 +211,12 @@ def prepare_call(
     pass_type = pass_type_of(direction, validated.forward_mode)
     by_messages = transport == "nccl" or (direction == "forward" and precision != "native")
     settings, call_settings, _ = validated
+    hosts = None if by_messages else two_levels_of(transport, q.device, plan.hosts)
     symmetric = not by_messages and q.is_cuda and connections.may_use_symmetric(transport)
+    symmetric = symmetric and hosts is None
+    if error is None and hosts is not None:
+        memory = connections.memory_of_levels(hosts)
+        error = _device_error(q.device, memory) or _level_error(plan)
     if error is None and symmetric:
         error = _device_error(q.device, connections.shared_memory) or budget_error(plan)
     if error is None and symmetric and torch.cuda.is_current_stream_capturing():
@@ -226,7 +231,7 @@ def prepare_call(
             known.pop(key, None)  # it has not run
         raise
     group.begin(call_settings, group.calls.forward_of(lse))
-    make_pass, messages = connection(group, q.device, transport, by_messages)
+    make_pass, messages = connection(group, q.device, transport, by_messages, hosts)
     pass_type = direction if messages else pass_type
     if messages is None and precision != "native":  # statistics go by messages
         messages = connection(group, q.device, transport, by_messages=True)[1]
@@ -241,6 +246,20 @@ def _device_error(device: torch.device, memory: IpcMemory | None) -> ValueError 
         f"q is on {device}; this group's ring over 'symmetric' runs on {memory.device}: give "
         f"tensors on {memory.device}, transport='nccl' or a plan of another group"
     )
+
+
+def _level_error(plan: ContextPlan) -> ValueError | None:
+    """Why no call over two levels can run by a plan, or at this point."""
+    if plan.kv_budget is not None:
+        return ValueError(
+            f"kv_budget={plan.kv_budget} with transport='symmetric' on several hosts: what ranks "
+            "of a host publish has no budget; use transport='nccl', or a plan without one"
+        )
+    if torch.cuda.is_current_stream_capturing():
+        return ValueError(
+            "transport='symmetric' on several hosts cannot be captured in a CUDA graph: use 'nccl'"
+        )
+    return None
 
 
 def _captured(settings: Settings) -> Settings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,21 +13,32 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from ringfa3.errors import StepError
 from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.context_plan import ContextPlan, plan_context
+from ringfa3.ring.calls import Settings
+from ringfa3.ring.group import RingGroup
 from ringfa3.ring.levels import two_levels
+from ringfa3.ring.levels.host_group import HostGroup
+from ringfa3.ring.levels.opening import open_two_levels
 from ringfa3.ring.levels.two_level_pass import TwoLevelPass
 from ringfa3.ring.levels.two_levels import TwoLevelTransport
+from ringfa3.ring.op import ring_attention
 from ringfa3.ring.p2p import FakeTransport, Message
+from ringfa3.ring.p2p_pass import P2PRingPass
+from ringfa3.ring.prepare_call import PreparedCall
 from ringfa3.symmetric.ipc_memory import IpcMemory
 from tests.ring.test_landing import check, numbers
-from tests.support.copying_ranks import Hosts, run_two_levels
-from tests.support.dense import mask
+from tests.support import ranks as processes
+from tests.support.copying_ranks import CPU, Hosts, run_two_levels
+from tests.support.dense import attention, gradients, mask, tensors, worst
 from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.message_ring import Links, Transport, in_threads
 from tests.support.strategies import Case, cases
 
 topologies = st.sampled_from([(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 0, 1, 1, 2)])
@@ -172,3 +184,85 @@ def test_a_rank_without_memory_raises_on_all_hosts() -> None:
         found = ranks.run(run)
     text = "allocating the shared memory failed on rank 0 of its host: CUDA out of memory"
     assert found == [[f"rank 12: {text}"] * 2] * 4
+
+
+def _results(plan: ContextPlan) -> list[Tensor]:
+    """out, lse, dq, dk and dv of a rank, compared with the dense reference."""
+    inputs, dout, dlse = tensors(0, plan.total_tokens, (4, 2), 4)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    whole = attention(*leaves, mask(LENGTHS, LENGTHS, -1, 0))
+    token = plan.token_index
+    expected = [g[token] for g in gradients(leaves, whole, dout, dlse)]
+    mine = [x[token].requires_grad_() for x in inputs]
+    there = ring_attention(*mine, None, plan.handle, 0.5, True, "native", "symmetric")
+    found = [*there, *gradients(mine, there, dout[token], dlse[:, token])]
+    expected = [whole[0][token], whole[1][:, token], *expected]
+    assert worst(list(zip(found, expected, strict=True))) < 1e-12
+    return found
+
+
+LENGTHS = [90, 1, 170, 33]
+
+
+def test_results_have_the_bits_of_messages_alone() -> None:
+    """Deterministic calls in float64, 1e-12 from the dense reference, in two orders of copies."""
+    cu = np.cumsum([0, *LENGTHS]).tolist()
+    plans = [plan_context(cu, (r, 4), hosts=2) for r in range(4)]
+    made: dict[int, Any] = {}
+
+    def prepared(*given: Any, **_: Any) -> PreparedCall:
+        return PreparedCall(given[3], given[-1], made[threading.get_ident()])
+
+    def run(plan: ContextPlan, transport: Any, ring_pass: type[P2PRingPass]) -> list[Tensor]:
+        made[threading.get_ident()] = partial(ring_pass, transport)
+        found = _results(plan)
+        transport.close(lost=False)
+        return found
+
+    links = Links()
+    with mock.patch("ringfa3.ring.op.prepare_call", prepared):
+        alone = in_threads(plans, lambda p: run(p, Transport(p.rank, links), P2PRingPass), links)
+        for seed in range(2):
+            ranks = Ranks(4, seed)
+            hosts = Hosts(ranks, plans[0].hosts)
+            with hosts.stand_in():
+                found = ranks.run(
+                    lambda g: run(plans[g.rank], hosts.transport(g), TwoLevelPass)  # noqa: B023
+                )
+            for bits, others in zip(alone, found, strict=True):
+                assert all(map(torch.equal, bits, others))  # type: ignore[call-overload]
+            assert hosts.copied > 0
+
+
+def _opened(group: dist.ProcessGroup) -> list[tuple[list[str], str, list[bool]]]:
+    """Lines of the ranks of a host; why there is no transport; whether they met to close it. With
+    hosts that can copy, and with one that cannot."""
+    own, results = RingGroup.of(group), []
+    for refused in ("", NO_DRIVER):
+        own.begin(Settings())
+        backend, lines, met = mock.Mock(), list[str](), list[bool]()
+        backend.close.side_effect = lambda meet, met=met: met.append(meet())
+
+        def opened(host: HostGroup, _: object) -> object:
+            lines.extend(host.gather(f"{own.rank} is {host.rank} of {host.world}"))  # noqa: B023
+            return refused if refused and own.rank in (1, 3) else backend  # noqa: B023
+
+        with mock.patch("ringfa3.ring.levels.opening.open_backend", opened):
+            found = open_two_levels(own, (0, 1, 0, 1), CPU, FakeTransport(), f"test/{refused}")
+        if isinstance(found, str):
+            assert backend.abandon.called == (own.rank in (0, 2))
+        else:
+            found.close(lost=False)
+        results.append((lines, found if isinstance(found, str) else "", met))
+    return results
+
+
+NO_DRIVER = "rank 3: no CUDA driver"
+
+
+def test_all_hosts_open_or_none(ranks: processes.Ranks) -> None:
+    """Ranks of a host meet apart from other hosts. If one host cannot copy, no host does."""
+    lines = ["0 is 0 of 2", "2 is 1 of 2"], ["1 is 0 of 2", "3 is 1 of 2"]
+    for rank, (works, refused) in enumerate(ranks.run(4, _opened)):
+        assert works == (lines[rank % 2], "", [True])
+        assert refused == (lines[rank % 2], NO_DRIVER, [])

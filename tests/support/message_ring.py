@@ -89,6 +89,9 @@ class Transport:
         into = list(zip((m.tensor for m in receives), links, strict=True))
         return _Exchange(self.links, into, copies)
 
+    def close(self, lost: bool) -> None:
+        """There is nothing to end."""
+
 
 def run_passes(
     plans: Sequence[ContextPlan],
