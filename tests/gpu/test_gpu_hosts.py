@@ -32,6 +32,17 @@ def test_hosts_by_name(world: int) -> None:
     spawn(_hosts, world)
 
 
+def _copying_hosts(rank: int, world: int) -> None:
+    os.environ["RINGFA3_HOSTS"] = "2"
+    check_two_levels(world, 2, "symmetric")
+
+
+@worlds(4, 8)
+def test_ranks_of_a_host_copy(world: int) -> None:
+    """As `check_two_levels`, over copies inside each of two hosts by name."""
+    spawn(_copying_hosts, world)
+
+
 @worlds(2, 4, 8)
 def test_two_agents_of_torchrun(world: int) -> None:
     """As `check_two_levels`. NCCL takes the agents for hosts; plans know of them by torchrun."""
