@@ -132,7 +132,8 @@ def check_bounds(plans: list[ContextPlan], needs: Allowed) -> None:
 
 
 def check_offsets(plans: list[ContextPlan]) -> None:
-    """Exactly: ranks of a host find each part of a peer at the row where the peer has it."""
+    """Exactly: ranks of a host find each part of a peer at the row where the peer has it. No launch
+    has parts of both flows."""
     moved = [plan.by_messages() for plan in plans]
     for plan, here in zip(plans, moved, strict=True):
         offsets = here.host_offsets
@@ -149,9 +150,10 @@ def check_offsets(plans: list[ContextPlan]) -> None:
                         if part.peer == plan.rank
                     }
                     assert set(getattr(found, side)[transfer].items()) == expected
-        sent = [max(map(len, flow.sent)) for x in moved for flow in (x.direct, x.onward)]
-        most = max(sent[::2]), max(sent[1::2]), max(max([0, *x.rows[1:]]) for x in moved)
-        assert offsets.most == most
+        leaving = zip(offsets.direct.leaving, offsets.onward.leaving, strict=True)
+        assert not any(own and landed for own, landed in leaving)
+        sent = max(len(rows) for x in moved for rows in (*x.direct.sent, *x.onward.sent))
+        assert offsets.most == (sent, max(max([0, *x.rows[1:]]) for x in moved))
 
 
 def check(plans: list[ContextPlan], allowed: Allowed, run: Any = run_passes) -> None:

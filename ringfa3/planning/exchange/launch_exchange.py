@@ -164,13 +164,14 @@ class FlowOffsets(NamedTuple):
 class HostOffsets(NamedTuple):
     """Where rows that ranks of one host exchange lie at the other end.
 
-    most  rows of the largest buffer on any rank: sent by `direct`, sent by `onward`, and K/V of a
-          launch
+    No launch has rows of both flows, as chunks open launches.
+
+    most  rows of the largest buffer on any rank: sent for a launch, and K/V of a launch
     """
 
     direct: FlowOffsets
     onward: FlowOffsets
-    most: tuple[int, int, int]
+    most: tuple[int, int]
 
     @classmethod
     def of(cls, exchange: KVExchange, landing: Landing, rank: int, launch: Ints) -> HostOffsets:
@@ -184,7 +185,7 @@ class HostOffsets(NamedTuple):
                     for transfer, of_peers in zip(here, parts, strict=True):
                         transfer.update((peer, x.begin) for x in of_peers if x.peer == rank)
         arrived, own, landed = (int(x.max()) for x in moved_rows(exchange, landing, launch))
-        return cls(direct, onward, (own, landed, arrived))
+        return cls(direct, onward, (max(own, landed), arrived))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,9 @@ from ringfa3.ring.p2p_pass import P2PRingPass
 class TwoLevelPass(P2PRingPass):
     """`ringfa3.pass_interface.RingPass` by messages; ranks of a host copy theirs.
 
-    What a rank publishes for an exchange has three parts: own rows of K and of V, those that have
-    landed, and dK/dV of a launch. Each is as large as that of any rank, so all ranks know where it
-    begins.
+    What a rank publishes for an exchange has two parts: rows of K and of V for the next launch,
+    either its own or landed ones, and dK/dV of the launch before. Each is as large as that of any
+    rank, so all ranks know where it begins.
     """
 
     def __init__(self, transport: TwoLevelTransport, plan: ContextPlan, pass_type: str) -> None:
@@ -26,15 +26,12 @@ class TwoLevelPass(P2PRingPass):
 
     def _regions(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Regions, Regions]:
         offsets = self._exchange.host_offsets
-        own, landed, arrived = offsets.most
-        row = sum(x.shape[1:].numel() * x.itemsize for x in (k, v))
-        grads = (own + landed) * row
-        size = grads
+        sent, arrived = offsets.most
+        of_kv = sent * sum(x.shape[1:].numel() * x.itemsize for x in (k, v))
+        size = of_kv
         if self._pass_type == "backward":
             size += arrived * 2 * k.shape[1:].numel() * accum_dtype(k.dtype).itemsize
         self._copies.begin(size)
-        kv = Region(0, own, offsets.direct), Region(own * row, landed, offsets.onward)
-        return kv, (
-            Region(grads, arrived, offsets.direct),
-            Region(grads, arrived, offsets.onward),
-        )
+        kv = Region(0, sent, offsets.direct), Region(0, sent, offsets.onward)
+        grads = Region(of_kv, arrived, offsets.direct), Region(of_kv, arrived, offsets.onward)
+        return kv, grads
