@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -79,9 +80,10 @@ def connect(
 
 def two_levels_of(transport: str, device: torch.device, hosts: tuple[int, ...]) -> Hosts | None:
     """The hosts of a call whose ranks copy inside each host and send messages between them: where
-    `symmetric` is asked for by name, and landing ranks pass rows on. None for other calls."""
+    `symmetric` is asked for by name, on several hosts of several ranks. None for other calls."""
     asked = transport == "symmetric" and device.type == "cuda"
-    return hosts if asked and 1 < len(set(hosts)) < len(hosts) else None
+    several = len(set(hosts)) > 1 and 1 not in Counter(hosts).values()
+    return hosts if asked and several else None
 
 
 def connection(

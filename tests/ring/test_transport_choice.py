@@ -81,12 +81,13 @@ def test_auto_is_symmetric_where_that_is_possible(capsys: pytest.CaptureFixture[
 
 
 def test_symmetric_by_name_copies_inside_hosts() -> None:
-    """Where rows land: on several hosts, of which one has several ranks."""
-    hosts = (0, 0, 1)
+    """On several hosts, of which each has several ranks."""
+    hosts = (0, 1, 0, 1, 1)
     assert _transport_of("symmetric", possible=True, hosts=hosts) == "two levels"
     assert _transport_of("auto", possible=False, hosts=hosts) == "nccl"
     assert _transport_of("nccl", possible=True, hosts=hosts) == "nccl"
-    assert _transport_of("symmetric", possible=True, hosts=(0, 1, 2)) == "symmetric"
+    for others in ((0, 1, 2), (0, 0, 1), (0, 0)):
+        assert _transport_of("symmetric", possible=True, hosts=others) == "symmetric"
     there = mock.Mock(device=torch.device("cuda", 0))
     for refused, text in (
         ({"possible": False}, r"not possible here \(rank 1: no CUDA driver\): use 'nccl'"),

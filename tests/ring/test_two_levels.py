@@ -42,7 +42,7 @@ from tests.support.fake_cuda import FakeGroup, Ranks
 from tests.support.message_ring import Links, Transport, in_threads
 from tests.support.strategies import Case, cases
 
-topologies = st.sampled_from([(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 0, 1, 1, 2)])
+topologies = st.sampled_from([(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 1, 0, 2, 2)])
 
 
 @settings(max_examples=8)
