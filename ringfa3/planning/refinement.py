@@ -164,19 +164,15 @@ def _cut(placed: PlacedSegments, cuts: Ints) -> PlacedSegments:
     """The segments, cut at these tokens."""
     whole = placed.segments
     total = whole.tokens
-    edges = _distinct(np.concatenate((whole.position, cuts, [total])))
+    cut = np.zeros(total + 1, bool)  # faster than to sort the cuts, of which many are equal
+    cut[whole.position] = cut[cuts] = cut[total] = True
+    edges = np.flatnonzero(cut)
     begin = edges[:-1]
     of = np.searchsorted(whole.position, begin, side="right") - 1
     row = whole.row[of] + begin - whole.position[of]
     return PlacedSegments(
         Segments(row, np.diff(edges), np.zeros_like(begin), begin), placed.owner[of]
     )
-
-
-def _distinct(numbers: Ints) -> Ints:
-    """As np.unique of numbers >= 0, which hashes first and takes three times as long."""
-    ordered = np.sort(numbers)
-    return ordered[np.diff(ordered, prepend=-1) > 0]
 
 
 class _Runs(NamedTuple):
@@ -225,7 +221,8 @@ class _Runs(NamedTuple):
         if len(several) == 0:
             return self, self.take(several)
         begin, end = begin[several], end[several]
-        edges = _distinct(np.concatenate((begin, end)))
+        edges = np.sort(np.concatenate((begin, end)))
+        edges = edges[np.diff(edges, prepend=-1) > 0]
         first, last = np.searchsorted(edges, begin), np.searchsorted(edges, end)
         runs = np.bincount(first, minlength=len(edges)) - np.bincount(last, minlength=len(edges))
         at = concat_ranges(first, last - first)
