@@ -9,7 +9,11 @@ tile that is fetched after it.
 
 Tiles are partial at each cut. With *clipped spans* the refined segments are merged again, up to
 where documents or padding begin, and a band covers a part of its pair of segments. Kernels for
-clipped spans alone run such a plan. Ranks exchange the same rows of K/V for both.
+clipped spans alone run such a plan. Ranks exchange the same rows of K/V for both. Refined bands are
+then made at their first use: 8 bits, deterministic backwards, or launches by messages.
+
+The exchange needs no bands. A span yields one run of keys for each query segment, and runs of a
+rank that touch are joined. So 1,000 images in one document do not name the 500,000 pairs of them.
 """
 
 from __future__ import annotations
