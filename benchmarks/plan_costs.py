@@ -3,8 +3,9 @@
     python -m benchmarks.plan_costs [--nodes 1000] [--tokens 262144] [--ranks 8]
 
 Prints for each mask how long it takes to make it, to check its spans as `Mask(spans, ...)` does,
-and to make a plan with the tile schedules of forward and backward. The last row is a limit of
-refinement: each image of one document meets all keys before it, so its bands are nodes^2 / 2.
+and to make a plan with the tile schedules of forward and backward in 16 bits. Where spans are
+clipped, the plan makes its refined bands later, for the first launch that needs them. The last row
+has most of these: each image of one document meets all keys before it.
 """
 
 from __future__ import annotations

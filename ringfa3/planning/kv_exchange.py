@@ -7,8 +7,9 @@ reader copies one range of it. By messages each reader gets the rows that it nee
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -53,8 +54,8 @@ class KVExchange:
     visible     (world, world, 2): the queries of rank o+t, t >= 1, attend to runs of o's block
                 within rows [begin, end) = visible[o, t]; (0, 0) for none
     published   (block_rows[rank],) local rows of this rank's block, in buffer order
-    needs       (4, n) of each band between two ranks: owner, hop, and the owner's local rows
-                [begin, end) that the reader needs
+    needs       (4, n) owner, hop, and the owner's local rows [begin, end) that the reader needs;
+                they may overlap
     key_rows    (keys,) the owner's local row of the first key of each key segment of the plan
     grid, alignment  as in `plan_exchange`
     """
@@ -167,23 +168,31 @@ def plan_ring(
     grid, alignment: as in `plan_exchange`.
     """
     placed = PlacedSegments.of(shards)
-    everything = placed.segments
+    everything, owner = placed
     bands = band(everything, everything, *pair_sequences(everything, everything), 0, left, right)
-    return plan_exchange(placed, placed, bands, rank, len(shards), grid, alignment)
+    reader = owner[bands.query]
+    needs = reader, bands.key, *bands.columns(everything, everything, 1)
+    own = bands.take(np.flatnonzero(reader == rank))
+    return plan_exchange(placed, placed, needs, own, rank, len(shards), grid, alignment)
 
 
 def plan_exchange(
     queries: PlacedSegments,
     keys: PlacedSegments,
-    bands: Band,
+    needs: tuple[Ints, Ints, Ints, Ints],
+    bands: Band | Callable[[], Band],
     rank: int,
     world: int,
     grid: int = 1,
     alignment: int = 1,
 ) -> tuple[Plan, KVExchange]:
-    """Spans and exchange of `rank`, from the bands of all ranks' segments.
+    """Spans and exchange of `rank`, from what all ranks need and its own bands.
 
-    bands: of pairs of `queries.segments` and `keys.segments`.
+    needs: (n,) each: a rank, a segment of `keys.segments`, and columns [begin, end) of it to which
+    queries of the rank attend.
+
+    bands: of pairs of `queries.segments`, those of the rank, and `keys.segments`; or a function
+    that makes them, as in `Plan`.
 
     grid: keys of a tile. Every segment is cut into tiles from its first key on, the last may be
     short. Ranks exchange whole tiles: the exchange's rows are tiles, and tile n of a block has key
@@ -192,13 +201,12 @@ def plan_exchange(
     alignment: every run begins a multiple of so many keys after the first of its segment.
     """
     everything, owner = keys
-    asks = queries.owner[bands.query]
-    hop = asks - owner[bands.key]
-    (far,) = np.nonzero(hop)
-    hop, query, key = hop[far], bands.query[far], bands.key[far]
-    hop += world * (hop < 0)
+    reader, key, begin, end = needs
+    (far,) = np.nonzero(reader != owner[key])
+    reader, key, begin, end = (x[far] for x in (reader, key, begin, end))
+    begin = begin - begin % max(grid, alignment)
+    hop = (reader - owner[key]) % world
     count = len(everything)
-    begin, end = bands.take(far).columns(queries.segments, everything, max(grid, alignment))
     first = everything.length.copy()  # other ranks attend to columns [first, last)
     last = np.zeros(count, np.int64)
     reach = np.zeros(count, np.int64)  # the last hop at which a rank attends to them
@@ -229,7 +237,7 @@ def plan_exchange(
     mine = run[owner[run] == rank]
     published = concat_ranges(own_row[mine] + first[mine] // grid, size[mine])
     needed = own_row[key] + begin // grid, own_row[key] - (-end // grid)
-    needs = np.stack((owner[key], hop, *needed))
+    moved = np.stack((owner[key], hop, *needed))
 
     # this rank's key segments: its own, then hop by hop the runs within the visible rows
     arrives = (rank - owner) % world
@@ -254,14 +262,30 @@ def plan_exchange(
     own_queries = queries.segments.take(mine)
     query_index = np.zeros(len(queries.owner), np.int64)
     query_index[mine] = np.arange(len(mine))
-    (kept,) = np.nonzero(asks == rank)
-    query, key = query_index[bands.query[kept]], key_index[bands.key[kept]]
-    shift = np.where(owner == rank, 0, first)[bands.key[kept]]  # a run may start inside a segment
-    lo = np.maximum(bands.lo[kept] - shift, 1 - own_queries.length[query])
-    hi = np.minimum(bands.hi[kept] - shift, own_keys.length[key] - 1)
-    plan = Plan(own_queries, own_keys, key_hop, Band(query, key, lo, hi), world)
-    exchange = tokens, block_rows, visible, published, needs, key_rows, grid, alignment
+    shift = np.where(owner == rank, 0, first)  # a run may start inside a segment
+    given = query_index, key_index, shift, own_queries.length, own_keys.length
+    own = _renumbered(bands, *given) if isinstance(bands, Band) else partial(_made, bands, *given)
+    plan = Plan(own_queries, own_keys, key_hop, own, world)
+    exchange = tokens, block_rows, visible, published, moved, key_rows, grid, alignment
     return plan, KVExchange(*exchange)
+
+
+def _made(make: Callable[[], Band], *given: Ints) -> Band:
+    return _renumbered(make(), *given)
+
+
+def _renumbered(
+    bands: Band, query_index: Ints, key_index: Ints, shift: Ints, rows: Ints, columns: Ints
+) -> Band:
+    """Bands of a rank's segments, from those of all segments.
+
+    query_index, key_index: the rank's numbers of all segments. shift: (keys,) column of a key
+    segment at which the rank's begins. rows, columns: lengths of the rank's segments.
+    """
+    query, key = query_index[bands.query], key_index[bands.key]
+    lo = np.maximum(bands.lo - shift[bands.key], 1 - rows[query])
+    hi = np.minimum(bands.hi - shift[bands.key], columns[key] - 1)
+    return Band(query, key, lo, hi)
 
 
 def _first_rows(sizes: Ints, owner: Ints) -> Ints:

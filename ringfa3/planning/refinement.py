@@ -9,10 +9,18 @@ tile that is fetched after it.
 
 Tiles are partial at each cut. With *clipped spans* the refined segments are merged again, up to
 where documents or padding begin, and a band covers a part of its pair of segments. Kernels for
-clipped spans alone run such a plan. Ranks exchange the same rows of K/V for both.
+clipped spans alone run such a plan. Ranks exchange the same rows of K/V for both. Refined bands are
+then made at their first use: 8 bits, deterministic backwards, or launches by messages.
+
+The exchange needs no bands. A span yields one run of keys for each query segment, and runs of a
+rank that touch are joined. So 1,000 images in one document do not name the 500,000 pairs of them.
 """
 
 from __future__ import annotations
+
+from dataclasses import astuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +30,7 @@ from ringfa3.planning.kv_exchange import KVExchange, PlacedSegments, plan_exchan
 from ringfa3.planning.mask_shards import components
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.planning.sharding import Segments
-from ringfa3.planning.tile_schedule import concat_ranges
+from ringfa3.planning.tile_schedule import concat_ranges, join_ranges
 from ringfa3.planning.tiling import Band, Plan
 
 LEAST_KEY_TILE = 64  # keys of the smallest backward tile of any kernel
@@ -45,20 +53,24 @@ def plan_mask(
     spans = mask.diagonal_spans
     cuts = _cuts(spans)
     q, k = (_cut(PlacedSegments.of(x), at) for x, at in zip((queries, keys), cuts, strict=True))
-    bands = _bands(spans, q.segments, k.segments)
-    apart = (np.diff(bands.query) == 0) & (np.diff(bands.key) == 0)
-    if apart.any():
-        shared = np.unique(bands.key[:-1][apart])
+    runs = _Runs.of(spans, q.segments, k.segments)
+    shared = _shared_keys(spans, runs, q.segments, k.segments)
+    if len(shared):
         begin, length = k.segments.position[shared], k.segments.length[shared]
         tiles = -(-length // LEAST_KEY_TILE)
         k = _cut(k, np.repeat(begin, tiles) + LEAST_KEY_TILE * concat_ranges(0 * tiles, tiles))
-        bands = _bands(spans, q.segments, k.segments)
-    refined, exchange = plan_exchange(q, k, bands, rank, len(queries), grid, alignment)
+        runs = _Runs.of(spans, q.segments, k.segments)
+    own = runs.take(np.flatnonzero(q.owner[runs.query] == rank))
+    bands = partial(_bands, spans, own, q.segments, k.segments)
+    needs = _needs(q.owner[runs.query], runs, k.segments)
+    refined, exchange = plan_exchange(q, k, needs, bands, rank, len(queries), grid, alignment)
     if grid == alignment == 1:  # 8 bits need keys on the grid of refined segments
         whole = _whole_segments(mask, refined)
         pairs = (refined.queries, whole[0]), (refined.keys, whole[1])
         if any(_tiles(x) > WORTH * _tiles(y) for x, y in pairs):
             refined.clipped = _clipped(mask, refined, *whole)
+    if refined.clipped is refined:
+        _ = refined.bands  # now, not at the first call, which needs them
     return refined, exchange
 
 
@@ -156,7 +168,9 @@ def _cut(placed: PlacedSegments, cuts: Ints) -> PlacedSegments:
     """The segments, cut at these tokens."""
     whole = placed.segments
     total = whole.tokens
-    edges = np.unique(np.concatenate((whole.position, cuts, [total])))
+    cut = np.zeros(total + 1, bool)  # faster than to sort the cuts, of which many are equal
+    cut[whole.position] = cut[cuts] = cut[total] = True
+    edges = np.flatnonzero(cut)
     begin = edges[:-1]
     of = np.searchsorted(whole.position, begin, side="right") - 1
     row = whole.row[of] + begin - whole.position[of]
@@ -165,35 +179,109 @@ def _cut(placed: PlacedSegments, cuts: Ints) -> PlacedSegments:
     )
 
 
-def _bands(spans: Ints, q: Segments, k: Segments) -> Band:
-    """The bands of all pairs of segments. Those of one pair are neighbours, by diagonal."""
-    q0, q1, k0, k1, lo, hi = spans.T
-    first = np.searchsorted(q.position, q0, side="right") - 1
-    count = np.searchsorted(q.position, q1) - first
-    span = np.repeat(np.arange(len(spans)), count)
-    query = concat_ranges(first, count)
-    row = np.maximum(q.position[query], q0[span])
-    last = np.minimum(q.position[query] + q.length[query], q1[span])
-    begin = np.maximum(k0[span], row + lo[span])  # columns of the span that these rows see
-    end = np.minimum(k1[span], last + hi[span])
-    some = begin < end
-    span, query, begin, end = span[some], query[some], begin[some], end[some]
+class _Runs(NamedTuple):
+    """(runs,) each: by a span, queries of a segment attend to keys of neighbouring segments.
+
+    first, last  key segments [first, last)
+    begin, end   tokens of these, to which some query attends
+    """
+
+    span: Ints
+    query: Ints
+    first: Ints
+    last: Ints
+    begin: Ints
+    end: Ints
+
+    @classmethod
+    def of(cls, spans: Ints, q: Segments, k: Segments) -> _Runs:
+        q0, q1, k0, k1, lo, hi = spans.T
+        first = np.searchsorted(q.position, q0, side="right") - 1
+        count = np.searchsorted(q.position, q1) - first
+        span = np.repeat(np.arange(len(spans)), count)
+        query = concat_ranges(first, count)
+        row = np.maximum(q.position[query], q0[span])
+        last = np.minimum(q.position[query] + q.length[query], q1[span])
+        begin = np.maximum(k0[span], row + lo[span])
+        end = np.minimum(k1[span], last + hi[span])
+        first = np.searchsorted(k.position, begin, side="right") - 1
+        last = np.searchsorted(k.position, end)
+        return cls(span, query, first, last, begin, end).take(np.flatnonzero(begin < end))
+
+    def take(self, order: Ints) -> _Runs:
+        return _Runs(*(x[order] for x in self))
+
+    def split(self, keys: int) -> tuple[_Runs, _Runs]:
+        """Parts of the runs whose pairs of segments are in one run alone, and the others.
+
+        keys: number of key segments.
+        """
+        begin, end = keys * self.query + self.first, keys * self.query + self.last
+        order = np.argsort(begin, kind="stable")  # fast: the runs of a span ascend
+        meets = np.zeros(len(order) + 1, bool)
+        meets[1:-1] = begin[order][1:] < np.maximum.accumulate(end[order])[:-1]
+        meets = meets[1:] | meets[:-1]  # a run before or after it
+        alone, several = order[~meets], order[meets]
+        if len(several) == 0:
+            return self, self.take(several)
+        begin, end = begin[several], end[several]
+        edges = np.sort(np.concatenate((begin, end)))
+        edges = edges[np.diff(edges, prepend=-1) > 0]
+        first, last = np.searchsorted(edges, begin), np.searchsorted(edges, end)
+        runs = np.bincount(first, minlength=len(edges)) - np.bincount(last, minlength=len(edges))
+        at = concat_ranges(first, last - first)
+        whole = self.take(np.repeat(several, last - first))
+        base = keys * whole.query
+        parts = whole._replace(first=edges[at] - base, last=edges[at + 1] - base)
+        once = runs.cumsum()[at] == 1
+        parts, shared = (parts.take(np.flatnonzero(x)) for x in (once, ~once))
+        return _Runs(*map(np.concatenate, zip(self.take(alone), parts, strict=True))), shared
+
+
+def _needs(reader: Ints, runs: _Runs, k: Segments) -> tuple[Ints, Ints, Ints, Ints]:
+    """As in `plan_exchange`. reader: (runs,) the rank of each run.
+
+    Runs of a rank that touch are joined before they meet key segments, for these are many.
+    """
+    _, reader, begin, end = join_ranges(reader, runs.begin, runs.end)
     first = np.searchsorted(k.position, begin, side="right") - 1
     count = np.searchsorted(k.position, end) - first
-    key = concat_ranges(first, count)
-    span, query = np.repeat(span, count), np.repeat(query, count)
+    of, key = np.repeat(np.arange(len(begin)), count), concat_ranges(first, count)
+    begin, end = begin[of] - k.position[key], end[of] - k.position[key]
+    return reader[of], key, np.maximum(begin, 0), np.minimum(end, k.length[key])
+
+
+def _shared_keys(spans: Ints, runs: _Runs, q: Segments, k: Segments) -> Ints:
+    """Key segments of which some pair with a query segment has bands that do not touch."""
+    bands = _unite(_bands_of(spans, runs.split(len(k))[1], q, k))
+    apart = (np.diff(bands.query) == 0) & (np.diff(bands.key) == 0)
+    return np.unique(bands.key[:-1][apart])
+
+
+def _bands(spans: Ints, runs: _Runs, q: Segments, k: Segments) -> Band:
+    """The bands of all pairs of segments. Those of one pair are neighbours, by diagonal."""
+    alone, shared = (_bands_of(spans, x, q, k) for x in runs.split(len(k)))
+    shared = _unite(shared)
+    pairs = zip(astuple(alone)[:4], astuple(shared)[:4], strict=True)
+    return Band(*map(np.concatenate, pairs))
+
+
+def _bands_of(spans: Ints, runs: _Runs, q: Segments, k: Segments) -> Band:
+    """A band for each key segment of each run."""
+    count = runs.last - runs.first
+    key = concat_ranges(runs.first, count)
+    query, span = np.repeat(runs.query, count), np.repeat(runs.span, count)
     shift = k.position[key] - q.position[query]
-    low = np.maximum(lo[span] - shift, 1 - q.length[query])
-    high = np.minimum(hi[span] - shift, k.length[key] - 1)
-    pair = query * len(k) + key
-    order = np.argsort(pair, kind="stable")  # fast: the pairs of a span ascend
-    same = np.diff(pair[order]) == 0
-    shared = np.zeros(len(pair), bool)
-    shared[order[:-1][same]] = shared[order[1:][same]] = True
-    (alone,), (others,) = np.nonzero(~shared), np.nonzero(shared)
-    others = others[np.lexsort((low[others], pair[others]))]
-    joins = (np.diff(pair[others]) == 0) & (low[others][1:] == high[others][:-1] + 1)
-    begins = np.concatenate(([True], ~joins))[: len(others)]
-    ends = np.concatenate((~joins, [True]))[: len(others)]
-    first, last = (np.concatenate((alone, others[x])) for x in (begins, ends))
-    return Band(query[first], key[first], low[first], high[last])
+    lo = np.maximum(spans[span, 4] - shift, 1 - q.length[query])
+    hi = np.minimum(spans[span, 5] - shift, k.length[key] - 1)
+    return Band(query, key, lo, hi)
+
+
+def _unite(bands: Band) -> Band:
+    """Bands of one pair of segments that touch become one. Ordered by pair and diagonal."""
+    bands = bands.take(np.lexsort((bands.lo, bands.key, bands.query)))
+    apart = (np.diff(bands.query) != 0) | (np.diff(bands.key) != 0)
+    apart |= bands.lo[1:] != bands.hi[:-1] + 1
+    begins = np.concatenate(([True], apart))[: len(bands)]
+    ends = np.concatenate((apart, [True]))[: len(bands)]
+    return Band(bands.query[begins], bands.key[begins], bands.lo[begins], bands.hi[ends])

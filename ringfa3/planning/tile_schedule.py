@@ -224,3 +224,18 @@ def by_cost(cost: Ints, segment: Ints) -> tuple[Ints, Ints, Ints]:
     mantissa, exponent = np.frexp(cost.astype(np.float64))  # exact: costs are below 2^53
     quarter = 4 * exponent.astype(np.int64) + np.floor(8 * mantissa).astype(np.int64)
     return -cost, segment, -quarter
+
+
+def launch_parts(waiting: npt.NDArray[np.bool_], cost: Ints) -> Ints:
+    """(tiles,) 0 for tiles that a launch starts with, 1 for those that wait for keys, 2 for the
+    cheapest of the others, which even out the ends of CTAs: up to an eighth of all columns, and up
+    to half of those of tiles that do not wait. All 0 if no tile waits."""
+    if not waiting.any():
+        return np.zeros(len(cost), np.int64)
+    (others,) = np.nonzero(~waiting)
+    others = others[np.argsort(cost[others], kind="stable")]
+    work = np.cumsum(cost[others])
+    part = waiting.astype(np.int64)
+    if len(others):
+        part[others[work <= min(cost.sum() // 8, work[-1] // 2)]] = 2
+    return part

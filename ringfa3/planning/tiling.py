@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ from ringfa3.planning.tile_schedule import (
     Tiling,
     by_cost,
     concat_ranges,
+    launch_parts,
 )
 
 
@@ -106,7 +108,8 @@ class Plan:
     queries    local query segments
     keys       key segments of all hops, hop by hop; rows count within their hop's buffer
     key_hop    (len(keys),) hop of each key segment
-    bands      the pairs that are not fully masked
+    bands      the pairs that are not fully masked, or a function that makes them, without clip, for
+               the first tiling; it can be pickled
     num_hops   hops without keys included
     arrival    (len(keys),) arrival flag that each key segment waits for; default 0, none
     """
@@ -116,22 +119,33 @@ class Plan:
         queries: Segments,
         keys: Segments,
         key_hop: Ints,
-        bands: Band,
+        bands: Band | Callable[[], Band],
         num_hops: int,
         arrival: Ints | None = None,
     ) -> None:
         self.arrival = np.zeros(len(keys), np.int64) if arrival is None else arrival
-        key = bands.key
-        begin = keys.position[key] + (0 if bands.clip is None else bands.clip[:, 2])
-        order = np.lexsort((begin, self.arrival[key], bands.query, key_hop[key]))
         self.queries, self.keys, self.key_hop = queries, keys, key_hop
-        self.bands = bands.take(order)
         self.num_hops = num_hops
+        self.clips = False  # as `Tiling.clips`, of all its tilings
+        if isinstance(bands, Band):
+            self.bands, self.clips = self._ordered(bands), bands.clip is not None
+        else:
+            self._make_bands = bands
         self._tilings: dict[tuple[int, ...], list[Tiling]] = {}
         self._single: dict[int, bool] = {}
         self._gathered: list[Plan] = []  # one; if two threads make it, the first
         self._scores: dict[tuple[int, int], int] = {}
         self._clipped: Plan | None = None
+
+    @cached_property
+    def bands(self) -> Band:
+        return self._ordered(self._make_bands())
+
+    def _ordered(self, bands: Band) -> Band:
+        """By hop, query segment, arrival flag and first key."""
+        key = bands.key
+        begin = self.keys.position[key] + (0 if bands.clip is None else bands.clip[:, 2])
+        return bands.take(np.lexsort((begin, self.arrival[key], bands.query, self.key_hop[key])))
 
     def gathered(self, first_row: Callable[[], Ints]) -> Plan:
         """One forward launch for all hops: K/V of hop t start at row first_row()[t] of one buffer.
@@ -142,7 +156,8 @@ class Plan:
         if not self._gathered:
             k, hop = self.keys, self.key_hop
             keys = Segments(k.row + first_row()[hop], k.length, k.sequence, k.position)
-            made = Plan(self.queries, keys, np.zeros_like(hop), self.bands, 1, hop)
+            bands = self.bands if "bands" in self.__dict__ else self._make_bands
+            made = Plan(self.queries, keys, np.zeros_like(hop), bands, 1, hop)
             if self._clipped is not None:
                 made.clipped = self._clipped.gathered(first_row)
             self._gathered.append(made)
@@ -160,11 +175,6 @@ class Plan:
     def of_backward(self, precision: str, deterministic: bool) -> Plan:
         """The plan whose tiles a backward runs: `clipped` in 16 bits with dQ in any order."""
         return self.clipped if precision == "native" and not deterministic else self
-
-    @property
-    def clips(self) -> bool:
-        """As `Tiling.clips`, of all its tilings."""
-        return self.bands.clip is not None
 
     def padded_rows(self, tile_m: int) -> Ints:
         """(segments + 1,) padded row at which each query segment starts; the last is their total.
@@ -258,7 +268,7 @@ class Plan:
         (fetched,) = np.nonzero((count > 0) | (flags.ravel() > 0))
         waits = np.concatenate(([0], np.cumsum(self.arrival[b.key[visits]] > 0)))
         waiting = (waits[first + count] > waits[first])[fetched]
-        part = _launch_parts(waiting, cost[fetched])
+        part = launch_parts(waiting, cost[fetched])
         fetched = fetched[np.lexsort((-cost[fetched], part, fetched // max(num_rows, 1)))]
         segment = np.repeat(np.arange(len(q)), per_segment)
         start = (tile - base[segment]) * tile_m
@@ -304,21 +314,6 @@ class Plan:
             earlier = _earlier(self.key_hop[b.key], b.query, b.key, offset)
         ends = _hop_ends(hop[fetched], hops), offset
         return TileSchedule(tile_n, tiles, spans, earlier, *ends).tilings()
-
-
-def _launch_parts(waiting: npt.NDArray[np.bool_], cost: Ints) -> Ints:
-    """(tiles,) 0 for tiles that a launch starts with, 1 for those that wait for keys, 2 for the
-    cheapest of the others, which even out the ends of CTAs: up to an eighth of all columns, and up
-    to half of those of tiles that do not wait. All 0 if no tile waits."""
-    if not waiting.any():
-        return np.zeros(len(cost), np.int64)
-    (others,) = np.nonzero(~waiting)
-    others = others[np.argsort(cost[others], kind="stable")]
-    work = np.cumsum(cost[others])
-    part = waiting.astype(np.int64)
-    if len(others):
-        part[others[work <= min(cost.sum() // 8, work[-1] // 2)]] = 2
-    return part
 
 
 def _earlier(hop: Ints, query: Ints, key: Ints, offset: Ints) -> npt.NDArray[np.int32]:

@@ -3,6 +3,8 @@ dense mask: every pair once, over ranks, hops and tiles."""
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -186,6 +188,26 @@ def test_bands_of_one_pair_of_segments_that_stay_apart(world: int, n: int) -> No
             check_turns(tiling, 16)
     for mode in MODES:
         np.testing.assert_array_equal(coverage(plans, mode, 16, n), mask.dense())
+
+
+def test_a_plan_of_images_names_no_pair_of_them() -> None:
+    """Each of 100 images attends to all before it. What ranks need has an entry for a reader and a
+    key segment, and the refined bands are made when a kernel runs them, also after a pickle: the
+    same ones, exactly."""
+    begins = np.arange(40, 6400, 64)
+    mask = Mask.documents(6400).with_bidirectional(begins.tolist(), (begins + 20).tolist())
+    plan = ContextPlan._remade(plan_context(mask, (1, 3)), (-1, -1), mask)  # no test has used it
+    assert 100 < plan.kv_exchange.needs.shape[1] <= 3 * (100 + 2 * 3)
+    assert plan.hops.clipped.clips
+    assert not plan.hops.clips
+    assert "bands" not in vars(plan.hops)
+    copied = pickle.loads(pickle.dumps(plan))
+    assert "bands" not in vars(copied.hops)
+    for form in (plan.hops, copied.hops, plan.gathered):
+        assert len(form.bands) > 1000
+    for name in ("query", "key", "lo", "hi"):
+        x, y = (getattr(form.bands, name) for form in (plan.hops, copied.hops))
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])

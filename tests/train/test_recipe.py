@@ -56,7 +56,7 @@ def test_a_batch_of_tokens_is_at_least_a_sample_for_each_group():
     assert composed("model=125m", "data.seq_len=65536").accumulation_over(3) == 3
 
 
-@pytest.mark.parametrize("experiment", ["demo", "8b_512k", "1b_1m"])
+@pytest.mark.parametrize("experiment", ["demo", "8b_512k", "1b_1m", "qwen3_8b_1m"])
 def test_the_recipes_of_experiments_stay(experiment):
     config = composed(f"experiment={experiment}")
     assert config.optim.lr == {"demo": 5e-3}.get(experiment, 3e-4)
