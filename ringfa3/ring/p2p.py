@@ -38,13 +38,15 @@ class Message:
     peer    rank in the CP group
     what    for error messages, as in "forward hop 2: K/V"
     tag     0 to 3; messages of different tags between two ranks never match
-    at      first byte in what the sender publishes to ranks of its host
+    slot    0 or 1, the same in an exchange: of what the sender publishes to ranks of its host
+    at      first byte in the slot
     """
 
     tensor: torch.Tensor
     peer: int
     what: str
     tag: int
+    slot: int = 0
     at: int = 0
 
 

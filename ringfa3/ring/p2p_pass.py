@@ -27,10 +27,10 @@ from ringfa3.ring.levels.flow_messages import UNPUBLISHED, FlowMessages, Message
 from ringfa3.ring.p2p import Exchange, Transport
 
 
-def start_exchange(transport: Transport, messages: Sequence[Messages]) -> Exchange:
-    """Starts all messages, maybe none, in one exchange. All ranks start equally many in a pass."""
+def start_exchange(transport: Transport, messages: Sequence[Messages]) -> Exchange | None:
+    """Starts all messages in one exchange; None if there are none."""
     sends, receives = ([m for groups in messages for m in groups[n]] for n in range(2))
-    return transport.exchange(sends, receives)
+    return transport.exchange(sends, receives) if sends or receives else None
 
 
 class ArrivingKV:
@@ -217,7 +217,8 @@ class P2PRingPass:
             dkv = self._grads.of_launch(launch).unbind(1) if backward else ()
             heads = slice(0, self.first_heads if launch == 0 and self.first_heads else None)
             attend(launch, HopTensors.of(x[:, heads] for x in (*kv, *dkv)))
-            moving.wait()
+            if moving is not None:
+                moving.wait()
             if backward:
                 self._grads.add(launch - 1)
         if backward:
@@ -234,10 +235,11 @@ class P2PRingPass:
             local = [x[:, self.first_heads :] for x in self._local]
             attend(0, HopTensors.of((*local, *stored.unbind(1)), self.first_heads))
             grads.add_last_heads(stored)
-        moving.wait()
-        grads.add(last)
-        start_exchange(self._transport, grads.messages(last + 1)).wait()
-        grads.add(last + 1)
+        for launch in (last, last + 1):
+            if moving is not None:
+                moving.wait()
+            grads.add(launch)
+            moving = start_exchange(self._transport, grads.messages(launch + 1))
         dtype = self._local[0].dtype
         local_kv = select_local_kv(self._pass_type, self._local[0], self._plan, self.precision)
         self.grads = local_kv.round_gradients(grads.local, None, dtype)

@@ -234,7 +234,8 @@ def check_tiles(plans: list[ContextPlan], allowed: Allowed, group_size: int) -> 
                     with links.lock:
                         at = np.ix_(queries[rows], keys[columns][real])
                         covered[at] += pairs[:, real]
-            moving.wait()
+            if moving is not None:
+                moving.wait()
 
     def guarded(plan: ContextPlan) -> None:
         try:

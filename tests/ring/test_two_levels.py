@@ -123,7 +123,6 @@ def test_streams_order_the_copies_of_an_exchange() -> None:
     calls = SimpleNamespace(copy=copy, issue=lambda calls: backend.issue(list(calls)))
     transport = TwoLevelTransport(mock.Mock(), backend, (3, 5), FakeTransport(), bool)  # type: ignore[arg-type]
     sent, received = torch.ones(2, 2), torch.ones(1, 2)
-    exchange = [Message(sent, 5, "K/V", 0, 8)], [Message(received, 5, "K/V", 0, 40)]
     publishes = ["COMPUTE RecordEvent published", "KV WaitEvent published"]
 
     def expected(slot: int) -> list[str]:
@@ -141,9 +140,10 @@ def test_streams_order_the_copies_of_an_exchange() -> None:
 
     free = ["KV WaitAndReset KV_CONSUMED 0", "KV RecordEvent free", "COMPUTE WaitEvent free"]
     with mock.patch.object(two_levels, "cuda_driver", calls):
-        for wanted in (expected(0), expected(1), [*free, *expected(0)]):
+        for slot, wanted in ((0, expected(0)), (1, expected(1)), (0, [*free, *expected(0)])):
             backend.done = []
-            transport.exchange(*exchange).wait()
+            sends = [Message(sent, 5, "K/V", 0, slot, 8)]
+            transport.exchange(sends, [Message(received, 5, "K/V", 0, slot, 40)]).wait()
             assert backend.done == wanted
 
 

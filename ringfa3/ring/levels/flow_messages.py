@@ -121,15 +121,15 @@ class FlowMessages:
         for x, y in zip(self._own(arriving, into), self._own(leaving, sent), strict=True):
             x.copy_(y)
         there = self._region.offsets.arriving[transfer] if self._region else {}
-        receives = self._of(arriving, into, direction, KV, there)
-        return self._of(leaving, sent, direction, KV), receives
+        receives = self._of(transfer, arriving, into, direction, KV, there)
+        return self._of(transfer, leaving, sent, direction, KV), receives
 
     def send_back(self, transfer: int, grads: torch.Tensor, returned: torch.Tensor) -> Messages:
         """What returns the rows of `grads`, which other ranks receive in `returned`."""
         arriving, leaving = self._flow.arriving[transfer], self._flow.leaving[transfer]
         there = self._region.offsets.leaving[transfer] if self._region else {}
-        sends = self._of(arriving, [grads], "backward", RETURN)
-        return sends, self._of(leaving, [returned], "backward", RETURN, there)
+        sends = self._of(transfer, arriving, [grads], "backward", RETURN)
+        return sends, self._of(transfer, leaving, [returned], "backward", RETURN, there)
 
     def add(
         self, transfer: int, grads: torch.Tensor, returned: torch.Tensor, to: torch.Tensor
@@ -147,13 +147,17 @@ class FlowMessages:
 
     def _of(
         self,
+        transfer: int,
         rows: Sequence[PeerRows],
         tensors: Sequence[torch.Tensor],
         direction: str,
         tag: int,
         there: Mapping[int, int] | None = None,
     ) -> list[Message]:
-        """there: by peer, the row at which it has what comes from it; None: this rank sends."""
+        """there: by peer, the row at which it has what comes from it; None: this rank sends.
+
+        An exchange has K/V of a launch, and dK/dV of the launch two before: one slot for both.
+        """
         messages = []
         begin, size = (self._region.begin, self._region.rows) if self._region else (0, 0)
         for part in rows:
@@ -164,6 +168,7 @@ class FlowMessages:
             for x in tensors:
                 row_bytes = x.shape[1:].numel() * x.itemsize
                 at = first + row * row_bytes
-                messages.append(Message(x[part.begin : part.end], part.peer, what, tag, at))
+                rows_of = x[part.begin : part.end]
+                messages.append(Message(rows_of, part.peer, what, tag, transfer % 2, at))
                 first += size * row_bytes
         return messages

@@ -38,8 +38,8 @@ class _Bytes(NamedTuple):
 class TwoLevelTransport:
     """`Transport` whose messages inside a host are copies from the memory of the sender.
 
-    A sender publishes its rows in one of two slots of `KV_SHARED`, those of even and odd exchanges.
-    Each reader finds its part at `Message.at`. Before a sender overwrites a slot, it waits until
+    A sender publishes its rows in one of two slots of `KV_SHARED`, for even and odd launches. Each
+    reader finds its part at `Message.at`. Before a sender overwrites a slot, it waits until
     all readers of the slot's last rows have copied them.
 
     The copies need no SM. They wait for what a peer's stream published, and that stream waits for
@@ -65,7 +65,6 @@ class TwoLevelTransport:
         self.backend, self._group, self._between, self._meet = backend, group, between, meet
         self._number = {rank: number for number, rank in enumerate(mates)}
         self._size = 0  # bytes that all ranks of the group can publish
-        self._slot = 0
         self._readers: list[list[tuple[int, str]]] = [[], []]  # by slot: they may still copy
         self._under_way: tuple[Message, ...] = ()
 
@@ -89,15 +88,13 @@ class TwoLevelTransport:
         self._size = size
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        """As `Transport.exchange`. All ranks of a host call it equally often, if only for nothing:
-        so they are at the same slot."""
+        """As `Transport.exchange`."""
         self._under_way = (*sends, *receives)  # streams use their tensors until the next exchange
-        slot, self._slot = self._slot, 1 - self._slot
         (send, send_far), (receive, receive_far) = map(self._parted, (sends, receives))
         if send:
-            self._publish(slot, send)
+            self._publish(send[0].slot, send)
         if receive:
-            self._copy(slot, receive)
+            self._copy(receive[0].slot, receive)
         far = self._between.exchange(send_far, receive_far) if send_far or receive_far else None
         return _TwoLevelExchange(self.backend if receive else None, far)
 
