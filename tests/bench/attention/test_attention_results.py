@@ -26,7 +26,7 @@ from ringfa3.bench.common.results import (
     summaries,
     summary_line,
 )
-from ringfa3.bench.common.table import SMOKE
+from ringfa3.bench.common.table import SMOKE, Table
 
 IMPLEMENTATIONS = ["RingFA3", "FA3", "cuDNN"]
 
@@ -213,6 +213,23 @@ def test_errors_stand_beside_the_ratios(both: Results, tmp_path: Path) -> None:
 def test_other_implementations_have_a_table_of_their_own(results: Results) -> None:
     results.rows[-1].implementations = ["RingFA3", "without overlap"]
     assert [len(table.columns) for table in attention_tables(results)] == [7, 8, 7]
+
+
+@pytest.mark.parametrize(
+    ("cell", "colour"),
+    [
+        ("588, 1.020 [1.010, 1.030]", "\x1b[32m"),  # green
+        ("0.950 [0.940, 0.960]", "\x1b[33m"),  # yellow
+        ("1.000 [0.990, 1.010]", ""),
+        ("wrong: out is off", "\x1b[31m"),  # red
+    ],
+)
+def test_the_terminal_shows_who_is_faster(cell: str, colour: str, results: Results) -> None:
+    console = Console(width=80, force_terminal=True, color_system="standard")
+    with console.capture() as captured:
+        console.print(Table(["ratio"], [[cell]]).terminal("", results))
+    assert f"{colour}{cell}" in captured.get()
+    assert ("\x1b[3" in captured.get().partition("┡")[2]) is bool(colour)
 
 
 def test_the_line_at_the_end_names_the_worst_row(results: Results) -> None:
