@@ -15,11 +15,12 @@ if dist.is_torchelastic_launched():  # started by torchrun
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
-cuda = torch.cuda.is_available()
-options = {"device": "cuda", "dtype": torch.bfloat16} if cuda else {"dtype": torch.float32}
+elif os.environ.get("WORLD_SIZE", "1") != "1":
+    raise SystemExit("WORLD_SIZE > 1: run torchrun --nproc-per-node 2 examples/attend.py")
 
 plan = plan_context([0, 300, 1000, 4096])  # cumulative lengths of the documents
-tokens = torch.randn(4096, 512, generator=torch.Generator().manual_seed(0)).to(**options)
+tokens = torch.randn(4096, 512, generator=torch.Generator().manual_seed(0))
+tokens = tokens.to("cuda", torch.bfloat16) if torch.cuda.is_available() else tokens
 x = plan.shard(tokens)  # (t, 512), the tokens of this rank
 q, k, v = x.split((256, 128, 128), dim=-1)
 attention = RingFA3Attention(num_heads=4, num_kv_heads=2, head_dim=64)

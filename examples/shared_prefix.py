@@ -37,6 +37,8 @@ if dist.is_torchelastic_launched():  # started by torchrun
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
+elif os.environ.get("WORLD_SIZE", "1") != "1":
+    raise SystemExit("WORLD_SIZE > 1: run torchrun --nproc-per-node 2 examples/shared_prefix.py")
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 torch.manual_seed(0)  # the same weights and the same sequences on all ranks
 

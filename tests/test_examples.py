@@ -58,6 +58,16 @@ def test_attend_prints_what_the_readme_says(capsys: pytest.CaptureFixture[str]) 
     assert [*alone("attend.py", capsys), *shared("attend.py")] == said.splitlines()
 
 
+@pytest.mark.parametrize("name", ["attend", "packed_documents", "shared_prefix"])
+def test_a_process_of_another_launcher_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each of its processes would attend alone to all tokens."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match=f"run torchrun .* examples/{name}.py"):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
 def test_train_layer_learns() -> None:
     """The last loss is at most 0.8 of the first that is printed."""
     losses = [float(line.split()[-1]) for line in shared("train_layer.py")]

@@ -215,7 +215,9 @@ class Mask:
 
     @classmethod
     def pack(cls, masks: Sequence[Mask]) -> Mask:
-        """Masks one after the other, which attend to nothing of each other."""
+        """Masks one after the other, which attend to nothing of each other. Raises TypeError."""
+        if not isinstance(masks, Iterable):
+            raise TypeError(f"masks={masks!r}: give several masks, as in [mask]")
         masks = [check_mask(mask) for mask in masks]
         q, k = (
             np.array([getattr(m, x) for m in masks], np.int64) for x in ("q_tokens", "k_tokens")

@@ -305,6 +305,7 @@ def test_a_mask_is_a_value() -> None:
         (lambda: Mask.documents([0, 2, 4]) & Mask.documents([0, 4]), "token 2 has 0 and 2"),
         (lambda: Mask([], 1 << 20).dense(), "more than 2"),
         (lambda: Mask.pack([3]), "must be a ringfa3.Mask, got int"),  # type: ignore[list-item]
+        (lambda: Mask.pack(Mask([], 2)), r"masks=Mask.* as in \[mask\]"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_wrong_is_named(make: object, message: str) -> None:

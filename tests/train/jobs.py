@@ -69,9 +69,9 @@ class Job:
         path = self.folder / "ranks.json"
         return [rank["pid"] for rank in json.loads(path.read_text())] if path.exists() else []
 
-    def await_step(self, step: int, limit: float = HANG_S) -> None:
+    def await_step(self, step: int) -> None:
         """Wait until ``step`` optimiser steps are recorded."""
-        self.until(lambda: len(steps(self.folder)) >= step, limit)
+        self.until(lambda: len(steps(self.folder)) >= step)
 
     def until(self, true: Callable[[], bool], limit: float = HANG_S) -> None:
         """Wait until ``true()``; fails after ``limit`` seconds, or if the job ends first."""

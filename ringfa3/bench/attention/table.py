@@ -4,57 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
-from rich.markup import escape
-from rich.table import Table
-
-from ringfa3.bench.attention.cases import SPANS
 from ringfa3.bench.common.implementations import FA3
 from ringfa3.bench.common.report import row_line, row_name
-from ringfa3.bench.common.results import (
-    FASTER,
-    PLAIN,
-    Comparison,
-    Results,
-    Row,
-    summaries,
-    summary_line,
-)
-from ringfa3.bench.common.table import caption, figure, ratio, stopped
+from ringfa3.bench.common.results import FASTER, PLAIN, Results, Row, summaries, summary_line
+from ringfa3.bench.common.table import Table, peer, ratio, speed
+
+FOLD = 4  # more rows than this are folded
 
 
 def attention_tables(results: Results) -> Iterator[Table]:
-    """One table for each direction and list of implementations; then the means over the faster of
-    FlashAttention-3 and 4, where both were measured, and over each."""
-    together: dict[tuple[str, ...], list[Row]] = {}
-    for row in results.rows:
-        together.setdefault((row.direction, *row.implementations), []).append(row)
-    for (direction, first, *_), rows in together.items():
-        peers, with_errors = rows[0].peers, any(row.rms for row in rows)
-        table = Table(
-            title=f"{direction}, {rows[0].dtype}, TFLOP/s; ratio above 1: {first} is faster",
-            caption=caption(results, rows),
-            caption_style="bold red" if results.smoke else "dim",
-        )
-        for column in ("set", "mask", "tokens", "heads", "d"):
-            table.add_column(column, justify="left" if column in ("set", "mask") else "right")
-        table.add_column(first, justify="right", style="bold")
-        for peer in peers:
-            table.add_column(f"ratio to {peer}" if peer == FASTER else peer, justify="right")
-            if peer != FASTER:
-                table.add_column("ratio [95% interval]", justify="right")
-        for name in error_peers(rows) if with_errors else []:
-            table.add_column(error_heading(rows, name), justify="right")
-        block = None
-        for row in rows:
-            here = (row.set, row.head_dim, row.mask if row.set not in ("masks", SPANS) else "")
-            if block not in (None, here):
-                table.add_section()
-            block = here
-            table.add_row(*_cells(row, peers, error_peers(rows) if with_errors else []))
-        yield table
-    if any(s.peer == FASTER for s in summaries(results)):
-        yield _means(results)
+    """For each list of implementations: means and worst rows, where it has many; every row."""
+    for names in dict.fromkeys(tuple(row.implementations) for row in results.rows):
+        rows = [row for row in results.rows if tuple(row.implementations) == names]
+        first, peers, many = names[0], rows[0].peers, len(rows) > FOLD
+        if many:
+            yield from _means(replace(results, rows=rows), first, peers)
+        yield _rows(rows, first, peers, f"All {len(rows)} rows" if many else None)
 
 
 def attention_lines(results: Results) -> list[str]:
@@ -92,18 +59,6 @@ def error_cell(row: Row, name: str) -> str:
     return " ".join("–" if math.isnan(x) else f"{x:.2f}" for x in row.error_ratios(name).values())
 
 
-def _means(results: Results) -> Table:
-    table = Table(title="Geometric means of the ratios, and the worst row")
-    for column in ("direction", "set", "d", "over", "rows", "mean", "worst"):
-        left = column in ("direction", "set", "over", "worst")
-        table.add_column(column, justify="left" if left else "right")
-    for s in summaries(results):
-        worst = f"{s.worst:.3f} ({s.worst_row})"
-        cells = [s.direction, s.set, str(s.head_dim), s.peer, str(s.rows)]
-        table.add_row(*cells, f"{s.geometric_mean:.3f}", escape(worst))
-    return table
-
-
 def largest_error(rows: list[Row], name: str) -> tuple[float, str, Row] | None:
     """The largest ratio of rms errors to those of `name`, with its output and row."""
     found = [
@@ -124,25 +79,51 @@ def _largest_errors(rows: list[Row]) -> Iterator[str]:
             yield f"largest rms error over that of {name}: {error:.3f} ({where})"
 
 
+def _means(results: Results, first: str, peers: list[str]) -> Iterator[Table]:
+    by_group = {(s.direction, s.set, s.head_dim, s.peer): s for s in summaries(results)}
+    groups: dict[tuple[str, str, int], list[Row]] = {}
+    for row in results.rows:
+        groups.setdefault((row.direction, row.series, row.head_dim), []).append(row)
+    errors = error_peers(results.rows)
+    rows = []
+    for (direction, series, d), here in groups.items():
+        cells = [direction, series, str(d)]
+        for name in peers:
+            s = by_group.get((direction, series, d, name))
+            cells += (
+                [f"{s.geometric_mean:.3f}", f"{s.worst:.3f} ({s.worst_row})"] if s else ["", ""]
+            )
+        cells += [_largest_error(here, name) for name in errors]
+        if any(cells[3:]):
+            rows.append(cells)
+    columns = ["direction", "set", "d"]
+    for name in peers:
+        columns += [f"{first} / {name}, geometric mean", "worst row"]
+    columns += [f"largest error / {name}" for name in errors]
+    if rows:  # a set may have no peers
+        yield Table(columns, rows, 2)
+
+
+def _largest_error(rows: list[Row], name: str) -> str:
+    found = largest_error(rows, name)
+    if found is None:
+        return ""
+    error, output, row = found
+    return f"{error:.2f} ({output}, {row.mask} {row.label})"
+
+
+def _rows(rows: list[Row], first: str, peers: list[str], folded: str | None) -> Table:
+    columns = ["direction", "mask", "tokens", "heads", "d", f"{first}, TFLOP/s"]
+    columns += [f"{name}, ratio [95%]" for name in peers]
+    errors = error_peers(rows)
+    columns += [error_heading(rows, name) for name in errors]
+    return Table(columns, [_cells(row, peers, errors) for row in rows], 3, folded=folded)
+
+
 def _cells(row: Row, peers: list[str], errors: list[str]) -> list[str]:
-    label = f"  = {row.label}" if row.equal_flops_of else row.label
-    cells = [row.set, row.mask, label, f"{row.heads}:{row.kv_heads}", str(row.head_dim)]
+    label = f"= {row.label}" if row.equal_flops_of else row.label
+    shape = [row.direction, row.mask, label, f"{row.heads}:{row.kv_heads}", str(row.head_dim)]
     if row.stopped:
-        return [*cells, f"[red]{escape(row.stopped)}[/red]"]
-    bound = "*" if row.first_timed and row.first_timed.host_bound[0] else ""
-    cells.append(figure(row.tflops(row.first), bound))
-    for peer in peers:
-        if peer == FASTER:
-            found = row.comparison(peer)
-            cells.append(ratio(found) if found else "–")
-        else:
-            missing = Comparison() if row.untimed else Comparison(stopped="not measured")
-            cells += _peer(row.comparisons.get(peer, missing))
-    return cells + [error_cell(row, name) for name in errors]
-
-
-def _peer(comparison: Comparison) -> tuple[str, str]:
-    if comparison.tflops is None:
-        return "–", stopped(comparison)
-    mark = "*" if comparison.host_bound[1] else ""
-    return figure(comparison.tflops[1], mark), ratio(comparison)
+        return [*shape, row.stopped, *("" for _ in [*peers, *errors])]
+    cells = [ratio(row.comparison(name)) if name == FASTER else peer(row, name) for name in peers]
+    return [*shape, speed(row, row.first), *cells, *(error_cell(row, name) for name in errors)]

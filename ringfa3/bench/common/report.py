@@ -6,18 +6,18 @@ import datetime
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Table as TerminalTable
 
 from ringfa3.bench.common import machine
 from ringfa3.bench.common.machine import BenchError
 from ringfa3.bench.common.plot import Figures, draw
 from ringfa3.bench.common.results import FILE, Results, Row
-from ringfa3.bench.common.table import figure
+from ringfa3.bench.common.table import Table, figure
 
 WIDTH = 200  # of a table that is not on a terminal
 
@@ -42,16 +42,18 @@ def row_name(row: Row) -> str:
 class Presentation:
     """How one benchmark shows its results.
 
-    tables   for the terminal
+    tables   of some rows
     lines    printed at the end, without a table
     figures  for the plots
     line     of one row, while the run goes on
+    title    of the tables of a set, after its name
     """
 
     tables: Callable[[Results], Iterator[Table]]
     lines: Callable[[Results], list[str]]
     figures: Figures
     line: Callable[[Row], str] = row_line
+    title: Callable[[Results], str] = lambda results: ""
 
 
 class Report:
@@ -103,10 +105,10 @@ class Report:
         results.machine["after"] = clocks
         results.complete = lost is None
         lines = self.presentation.lines(results) if results.rows else []
-        written = [results.save(self.folder), self._tables(lines), *self._plots()]
+        written = [results.save(self.folder), self._table_file(lines), *self._plots()]
         if not self.quiet:
             console = Console()
-            for table in self.presentation.tables(results):
+            for table in self._tables():
                 (console if console.is_terminal else Console(width=WIDTH)).print(table)
             print("wrote " + ", ".join(map(str, written)))
         for line in lines:
@@ -115,12 +117,23 @@ class Report:
             print(f"ringfa3.bench: stopped: {lost}", file=sys.stderr)
         return 1 if lost or any(_at_fault(row) for row in results.rows) else 0
 
-    def _tables(self, lines: list[str]) -> Path:
+    def _tables(self) -> Iterator[TerminalTable]:
+        """For each set."""
+        for name in dict.fromkeys(row.set for row in self.results.rows):
+            rows = [row for row in self.results.rows if row.set == name]
+            here = replace(self.results, rows=rows)
+            compared = f"ratio above 1: {rows[0].first} is faster"
+            compared *= any(row.comparisons for row in rows)
+            words = (name, rows[0].dtype, compared, self.presentation.title(here))
+            for table in self.presentation.tables(here):
+                yield table.terminal(", ".join(filter(None, words)), here)
+
+    def _table_file(self, lines: list[str]) -> Path:
         """The tables and the lines below them, as text."""
         path = self.folder / "table.txt"
         with path.open("w") as file:
             console = Console(file=file, width=WIDTH)
-            for table in self.presentation.tables(self.results):
+            for table in self._tables():
                 console.print(table)
             for line in lines:
                 console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ringfa3.bench.common.cases import Case
 from ringfa3.bench.common.implementations import FA3, FA4
 
+R = TypeVar("R", bound="Row")
 FORMAT = 1
 FILE = "results.json"
 INPUTS = {"standard normal": "N(0,1)"}  # distributions by their name in `Results.settings`
@@ -107,7 +108,9 @@ class Row:
     rms: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, case: Case, direction: str, dtype: str, implementations: Sequence[str]) -> Row:
+    def of(
+        cls: type[R], case: Case, direction: str, dtype: str, implementations: Sequence[str]
+    ) -> R:
         """The row of a case, without measurements."""
         names = [f.name for f in fields(case) if f.name not in ("spans", "mix")]  # labels name them
         of_case = {name: getattr(case, name) for name in names} | {

@@ -121,7 +121,6 @@ def measure_checkpointed(
     Timed only if `KEPT` runs one forward ring a step and its gradients equal those of `STORED`.
     """
     row = RingRow.of(case, BACKWARD, str(dtype).removeprefix("torch."), MODES)
-    assert isinstance(row, RingRow)
     comm = stopwatch.comm
     with recording_stop(row, comm):
         release_memory(device)

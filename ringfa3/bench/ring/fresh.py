@@ -96,7 +96,6 @@ def measure_fresh(
     give equal bits, and calls on a prepared plan build no schedule.
     """
     row = RingRow.of(case, BACKWARD, str(dtype).removeprefix("torch."), MODES)
-    assert isinstance(row, RingRow)
     comm = stopwatch.comm
     with recording_stop(row, comm):
         release_memory(device)

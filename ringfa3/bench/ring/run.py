@@ -70,12 +70,12 @@ from ringfa3.bench.ring.peers import (
 from ringfa3.bench.ring.plot import ring_figures
 from ringfa3.bench.ring.run_plan import Options, planned_rows, query, world_sizes
 from ringfa3.bench.ring.summary import ring_lines, ring_row_line
-from ringfa3.bench.ring.table import ring_tables
+from ringfa3.bench.ring.table import ring_tables, ring_title
 from ringfa3.kernels.dispatch import fallback_reason, select_forward
 from ringfa3.numa import bind_to_numa_node
 from ringfa3.symmetric.forward_mode import FORWARD_MODES, gathered_bytes, select_forward_mode
 
-PRESENTATION = Presentation(ring_tables, ring_lines, ring_figures, ring_row_line)
+PRESENTATION = Presentation(ring_tables, ring_lines, ring_figures, ring_row_line, ring_title)
 WARM_UP_TOKENS = 64  # of each rank, before memory is measured
 T = TypeVar("T")
 
@@ -246,7 +246,6 @@ class Job:
         """A row without speed: of `memory`, or of `host` with the host's times."""
         dtype = str(self.dtype).removeprefix("torch.")
         row = RingRow.of(case, direction, dtype, [i.name for i in implementations])
-        assert isinstance(row, RingRow)
         if case.set != HOST:
             return row
         with recording_stop(row, comm), raising_on_all_ranks(self.device, comm):

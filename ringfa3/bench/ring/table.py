@@ -1,65 +1,21 @@
-"""Results of rings, as tables on the terminal."""
+"""The tables of rings: speed, memory, host time, errors, and whole steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rich.markup import escape
-from rich.table import Table
-
 from ringfa3.bench.common.cases import FORWARD
-from ringfa3.bench.common.results import Comparison, Results, RingRow
-from ringfa3.bench.common.table import caption, figure, ratio, stopped
-from ringfa3.bench.ring.cases import CHECKPOINT, FRESH, HOST, MEMORY, STEPS
+from ringfa3.bench.common.results import Results, RingRow
+from ringfa3.bench.common.table import Table, figure, peer, ratio, speed
+from ringfa3.bench.ring.cases import CHECKPOINT, ERROR, FRESH, HOST, MEMORY
 from ringfa3.bench.ring.summary import MIB, host_microseconds, ring_rows
 
 
-def ring_tables(results: Results) -> Iterator[Table]:
-    """Speed, a table for each direction; memory; checkpointed blocks; load balance."""
-    rows = ring_rows(results)
-    others = (MEMORY, HOST, *STEPS)
-    for direction in dict.fromkeys(row.direction for row in rows):
-        here = [row for row in rows if row.direction == direction and row.set not in others]
-        if here:
-            yield _speed(results, here)
-    if with_memory := [row for row in rows if row.set == MEMORY and row.memory]:
-        yield _memory(with_memory)
-    if blocks := [row for row in rows if row.set == CHECKPOINT]:
-        yield _checkpoint(results, blocks)
-    if fresh := [row for row in rows if row.set == FRESH]:
-        yield _fresh(results, fresh)
-    if balance := {
-        (row.label, row.world): row for row in rows if row.world > 1 and row.set not in others
-    }:
-        yield _load_balance(list(balance.values()))
-
-
-def _speed(results: Results, rows: list[RingRow]) -> Table:
-    first = rows[0].first
-    peers = list(dict.fromkeys(name for row in rows for name in row.implementations[1:]))
-    table = Table(
-        title=f"{rows[0].direction}, {rows[0].dtype}, TFLOP/s of one GPU; ratio above 1: {first} "
-        f"is faster; {first} ran on {_paths(rows)}",
-        caption=caption(results, rows),
-        caption_style="bold red" if results.smoke else "dim",
-    )
-    table.add_column("GPUs", justify="right")
-    table.add_column("case", no_wrap=True)
-    table.add_column(first, justify="right", style="bold")
-    table.add_column("of single GPU", justify="right", no_wrap=True)
-    for name in (*peers, "error: ring / single", "host, µs"):
-        table.add_column(name, justify="right")
-    for i, row in enumerate(rows):
-        if i and row.world != rows[i - 1].world:
-            table.add_section()
-        table.add_row(*_cells(row, peers))
-    return table
-
-
-def _paths(rows: list[RingRow]) -> str:
+def ring_title(results: Results) -> str:
     """Which engines, transports and forward modes ran."""
+    rows = ring_rows(results)
     paths = {_path(row) for row in rows if row.transport} or {row.engine for row in rows}
-    return ", ".join(sorted(paths))
+    return f"the ring ran on {', '.join(sorted(paths))}"
 
 
 def _path(row: RingRow) -> str:
@@ -69,104 +25,134 @@ def _path(row: RingRow) -> str:
     return f"{path} ({'hop by hop' if row.gathered is None else 'one launch'})"
 
 
-def _cells(row: RingRow, peers: list[str]) -> list[str]:
-    cells = [str(row.world), row.label]
-    if row.stopped:
-        return [*cells, "–", f"[red]{escape(row.stopped)}[/red]"]
-    bound = "*" if row.first_timed and row.first_timed.host_bound[0] else ""
-    cells.append(figure(row.tflops(row.first), bound))
-    best = row.fastest_baseline
-    cells.append(ratio(best[1]) if best else "–")
-    cells += [_peer(row.comparisons.get(peer)) for peer in peers]
-    growth = row.error_growth
-    cells.append(f"{max(growth.values()):.2f}" if growth else "–")
-    timed = row.first_timed
-    host = timed.host_seconds[0] if timed and timed.host_seconds else 0.0
-    cells.append(f"{host * 1e6:.0f}" if host else "–")
-    return cells
+def ring_tables(results: Results) -> Iterator[Table]:
+    rows = ring_rows(results)
+    for names in dict.fromkeys(
+        (row.direction, tuple(row.implementations)) for row in rows if row.set not in TABLES
+    ):
+        yield _speed([row for row in rows if (row.direction, tuple(row.implementations)) == names])
+    for name, make in TABLES.items():
+        if here := [row for row in rows if row.set == name]:
+            yield make(here)
 
 
-def _peer(comparison: Comparison | None) -> str:
-    if comparison is None:
-        return ""
-    if comparison.tflops is None:
-        return stopped(comparison)
-    mark = "*" if comparison.host_bound[1] else ""
-    return f"{figure(comparison.tflops[1], mark)} ({comparison.ratio:.3f})"
+def _speed(rows: list[RingRow]) -> Table:
+    """TFLOP/s of one GPU. "over single GPU": the ratio to the faster baseline, if there is one."""
+    first = rows[0]
+    peers = [name for name in first.implementations[1:] if name not in first.baselines]
+    columns = ["direction", "GPUs", "case", f"{first.first}, TFLOP/s a GPU"]
+    columns += ["over single GPU [95%]"] * bool(first.baselines)
+    columns += [f"{name}, ratio [95%]" for name in peers]
+    cells = []
+    for row in rows:
+        baseline = row.fastest_baseline
+        cells.append(
+            [row.direction, str(row.world), row.label, row.stopped or speed(row, row.first)]
+            + [ratio(baseline[1]) if baseline else ""] * bool(first.baselines)
+            + [peer(row, name) for name in peers]
+        )
+    return Table(columns, cells)
 
 
 def _memory(rows: list[RingRow]) -> Table:
-    names = list(dict.fromkeys(name for row in rows for name in row.memory))
-    table = Table(
-        title="MiB of a forward and backward beyond the inputs, as the device counts them, on the "
-        "rank with most; in brackets what remains after the call. Gathered K/V: the part of the "
-        f"peak of {rows[0].first} that its forward in one launch gathers"
+    names = list(dict.fromkeys(name for row in rows for name in row.memory)) or [rows[0].first]
+    note = (
+        "Cells have the MiB that the device counts for a forward and backward beyond the inputs,",
+        "on the rank with most. Brackets have what remains allocated after the call.",
     )
-    for column in ("GPUs", "case", *names, "gathered K/V"):
-        table.add_column(column, justify="left" if column == "case" else "right")
-    for row in rows:
-        gathered = "–" if row.gathered is None else f"{row.gathered / MIB:.0f}"
-        used = (_used(row, name) for name in names)
-        table.add_row(str(row.world), row.label, *used, gathered)
-    return table
+    cells = [
+        [str(row.world), row.label]
+        + (_instead(row, len(names)) if row.stopped else [_mib(row, name) for name in names])
+        for row in rows
+    ]
+    return Table(["GPUs", "case", *names], cells, note=note)
 
 
-def _used(row: RingRow, name: str) -> str:
+def _mib(row: RingRow, name: str) -> str:
     used = row.memory.get(name, "")
     if isinstance(used, str):
-        return f"[dim]{escape(used)}[/dim]"
+        return used
     return f"{used / MIB:.0f} ({row.retained.get(name, 0) / MIB:.0f})"
 
 
-def _checkpoint(results: Results, rows: list[RingRow]) -> Table:
-    first = rows[0].first
-    table = Table(
-        title=f"A block's forward and backward, {rows[0].dtype}; ratio above 1: {first} is faster; "
-        f"the ring ran on {_paths(rows)}. Peak MiB of tensors beyond the inputs; in brackets those "
-        "between forward and backward",
-        caption=caption(results, rows),
-        caption_style="bold red" if results.smoke else "dim",
-    )
-    rings = ("rings forward", "backward")
-    for column in ("GPUs", "case", "attention", "ms", "ratio [95% interval]", *rings, "MiB"):
-        left = column in ("case", "attention")
-        table.add_column(column, justify="left" if left else "right")
-    return _with_lines(table, rows, lambda row, name: (*row.rings[name], _used(row, name)))
-
-
-def _fresh(results: Results, rows: list[RingRow]) -> Table:
-    table = Table(
-        title=f"A step of {rows[0].dtype} ring calls on {_paths(rows)}, host counted; ratio above "
-        "1: a plan that has run before is faster. Microseconds of the host, on the rank with most",
-        caption=caption(results, rows),
-        caption_style="bold red" if results.smoke else "dim",
-    )
-    for column in ("GPUs", "case", "plan", "ms", "ratio [95% interval]", "forward", "backward"):
-        table.add_column(column, justify="left" if column in ("case", "plan") else "right")
-    return _with_lines(table, rows, host_microseconds)
-
-
-def _with_lines(
-    table: Table, rows: list[RingRow], cells: Callable[[RingRow, str], tuple[object, ...]]
-) -> Table:
-    """The table with a line for each implementation of a row: its time, ratio and `cells`."""
+def _host(rows: list[RingRow]) -> Table:
+    note = ("Cells have the microseconds of the host to start a call on an idle GPU, by rank.",)
+    cells = []
     for row in rows:
-        table.add_section()
         if row.stopped:
-            table.add_row(str(row.world), row.label, f"[red]{escape(row.stopped)}[/red]")
+            cells.append([row.direction, row.label, *_instead(row, 2)])
+        for name, seconds in row.host.items():
+            times = ", ".join(f"{1e6 * s:.0f}" for s in seconds)
+            cells.append([row.direction, row.label, name, times])
+    return Table(["direction", "case", "call", "µs"], cells, 3, note)
+
+
+def _errors(rows: list[RingRow]) -> Table:
+    note = ("Cells have the ring's largest error against float64 over that of RingFA3 on one GPU.",)
+    cells = []
+    for row in rows:
+        if row.stopped:
+            cells.append([row.direction, str(row.world), row.label, *_instead(row, 2)])
+            continue
+        errors = {row.first: row.errors} | {n: c.errors for n, c in row.comparisons.items()}
+        for name, by_output in errors.items():
+            growth = ", ".join(f"{o} {g:.3f}" for o, g in row.growth(by_output).items())
+            cells.append([row.direction, str(row.world), row.label, name, growth])
+    return Table(["direction", "GPUs", "case", "ring", "error growth"], cells, 4, note)
+
+
+def _checkpoint(rows: list[RingRow]) -> Table:
+    first = rows[0].first
+    note = (
+        f"Rows have a block's forward and backward. Above 1, `{first}` is faster. MiB count",
+        "tensors beyond the inputs at the peak, and in brackets between forward and backward.",
+    )
+
+    def more(row: RingRow, name: str) -> tuple[str, ...]:
+        return ", ".join(map(str, row.rings[name])), _mib(row, name)
+
+    columns = ["GPUs", "case", "attention", "ms", f"{first}: ratio [95%]", "rings fwd, bwd", "MiB"]
+    return _lines(columns, rows, more, note)
+
+
+def _fresh(rows: list[RingRow]) -> Table:
+    note = (
+        "Rows have the ring calls of a step with its own packing, the host counted. The ratio is",
+        "the time of a plan's first step over that of its third one, a median of pairs. The last",
+        "columns have the microseconds of the host to start a call, on the rank with most.",
+    )
+    columns = ["GPUs", "case", "plan", "ms", "ratio [95%]", "forward, µs", "backward, µs"]
+    return _lines(columns, rows, host_microseconds, note)
+
+
+def _lines(
+    columns: list[str],
+    rows: list[RingRow],
+    more: Callable[[RingRow, str], tuple[str, ...]],
+    note: tuple[str, ...],
+) -> Table:
+    """A table with a line for each implementation of a row: its time, ratio and `more` cells."""
+    cells = []
+    for row in rows:
+        if row.stopped:
+            cells.append([str(row.world), row.label, *_instead(row, len(columns) - 2)])
             continue
         for name in row.implementations:
             against = ratio(row.comparisons[name]) if name in row.comparisons else ""
-            line = row.world, row.label, name, figure(row.milliseconds(name)), against
-            table.add_row(*map(str, (*line, *cells(row, name))))
-    return table
+            line = [str(row.world), row.label, name, figure(row.milliseconds(name)), against]
+            cells.append([*line, *more(row, name)])
+    return Table(columns, cells, 3, note)
 
 
-def _load_balance(rows: list[RingRow]) -> Table:
-    table = Table(title="Load balance of the plan")
-    for column in ("GPUs", "case", "work, most / mean", "tiles full", "K/V moved, MiB", "of all"):
-        table.add_column(column, justify="left" if column == "case" else "right")
-    for row in rows:
-        cells = (f"{row.imbalance:.3f}", f"{row.tile_occupancy:.3f}", f"{row.kv_bytes / MIB:.3g}")
-        table.add_row(str(row.world), row.label, *cells, f"{row.kv_share:.3f}")
-    return table
+def _instead(row: RingRow, cells: int) -> list[str]:
+    """Cells of a row without figures: why it has none."""
+    return [row.stopped or "", *[""] * (cells - 1)]
+
+
+TABLES: dict[str, Callable[[list[RingRow]], Table]] = {
+    MEMORY: _memory,
+    HOST: _host,
+    ERROR: _errors,
+    CHECKPOINT: _checkpoint,
+    FRESH: _fresh,
+}

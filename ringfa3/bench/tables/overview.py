@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from ringfa3.bench.common.cases import DIRECTIONS
 from ringfa3.bench.common.implementations import FA3, FA4
 from ringfa3.bench.common.results import FILE, Results, Summary, summaries
+from ringfa3.bench.common.table import Table
 from ringfa3.bench.ring.cases import STEPS
-from ringfa3.bench.tables.markdown import table
 from ringfa3.bench.tables.provenance import command
 
 CUDNN = "cuDNN"  # these names stand in the result files
@@ -27,7 +27,7 @@ def gains(files: Sequence[Results]) -> Iterator[str]:
             found = [by_peer.get(library) for library in LIBRARIES]
             cells = [f"{s.geometric_mean:.2f} ({s.worst:.2f})" if s else "" for s in found]
             rows.append([f"`{name.partition(' ')[0]}`", direction, str(d), gpus(results), *cells])
-    yield from table(["`--set`", "direction", "d", "GPUs", *LIBRARIES], rows, 2)
+    yield from Table(["`--set`", "direction", "d", "GPUs", *LIBRARIES], rows, 2).markdown()
 
 
 def runs(files: Mapping[str, Results], base: str) -> Iterator[str]:
@@ -41,7 +41,7 @@ def runs(files: Mapping[str, Results], base: str) -> Iterator[str]:
         link = f"[{sets}: {directions}]({base}/{name}/{FILE})"
         date = str(results.machine["date"])[:10]
         rows.append([link, gpus(results), date, f"`{command(results)}`"])
-    yield from table(["sets and directions", "GPUs", "date", "command"], rows, 4)
+    yield from Table(["sets and directions", "GPUs", "date", "command"], rows, 4).markdown()
 
 
 def gpus(results: Results) -> str:

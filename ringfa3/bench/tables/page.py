@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from ringfa3.bench.attention.table import attention_tables
 from ringfa3.bench.common.machine import BenchError
 from ringfa3.bench.common.results import FILE, Results, ResultsError, RingRow, Row
-from ringfa3.bench.tables.attention import attention_block
+from ringfa3.bench.ring.table import ring_tables
 from ringfa3.bench.tables.overview import gains, runs
 from ringfa3.bench.tables.provenance import provenance
-from ringfa3.bench.tables.ring import ring_block
 
 BLOCK = re.compile(
     r"^<!-- (?P<block>(?P<content>results|gains|runs): (?P<name>\S+)(?P<rest>[^>]*?)) -->\n"
@@ -123,7 +123,8 @@ class Pages:
         selected = replace(results, rows=[results.rows[i] for i in rows])
         yield from provenance(name, results, selected.rows, base)
         ring = any(isinstance(row, RingRow) for row in selected.rows)
-        yield from (ring_block if ring else attention_block)(selected)
+        for table in (ring_tables if ring else attention_tables)(selected):
+            yield from table.markdown()
 
     def _gains(self, name: str, names: str, base: str) -> Iterator[str]:
         return gains([self._file(name) for name in [name, *names.split()]])

@@ -26,8 +26,7 @@ from ringfa3.bench.common.results import (
     summaries,
     summary_line,
 )
-from ringfa3.bench.common.table import SMOKE
-from ringfa3.bench.tables.attention import attention_block
+from ringfa3.bench.common.table import SMOKE, Table
 
 IMPLEMENTATIONS = ["RingFA3", "FA3", "cuDNN"]
 
@@ -83,8 +82,12 @@ def printed(results: Results) -> str:
     console = Console(width=200)
     with console.capture() as captured:
         for table in attention_tables(results):
-            console.print(table)
+            console.print(table.terminal("attention", results))
     return captured.get()
+
+
+def page_of(results: Results) -> str:
+    return "\n".join(line for table in attention_tables(results) for line in table.markdown())
 
 
 def test_json_and_back_is_the_same(results: Results, tmp_path: Path) -> None:
@@ -112,7 +115,7 @@ def test_a_file_of_another_kind_is_refused(text: str, message: str, tmp_path: Pa
 
 def test_the_table_has_every_row_with_figures_or_why_not(results: Results) -> None:
     lines = printed(results).splitlines()
-    first, second = (next(line for line in lines if f" {n} x " in line) for n in (2, 4))
+    first, second = (next(line for line in lines if f"│ {n} x " in line) for n in (2, 4))
     assert "512*" in first  # host-bound
     assert "0.900 [0.890, 0.910]" in first
     assert "1.200 [1.190, 1.210]" in first
@@ -175,14 +178,11 @@ def test_the_peer_is_the_faster_of_both_row_by_row(both: Results) -> None:
 
 
 def test_the_peer_is_in_the_tables(both: Results) -> None:
-    text = printed(both)
-    assert f"ratio to {FASTER}" in text
-    assert "refused: no such tile" in text
-    means = next(line for line in text.splitlines() if FASTER in line and "gqa" in line)
-    worst = min(s.worst for s in summaries(both))
-    assert f"{worst:.3f} (causal" in means
-    page = "\n".join(attention_block(both))
+    page = page_of(both)
     assert f"RingFA3 / {FASTER}, geometric mean" in page
+    assert "| no such tile |" in page
+    worst = min(s.worst for s in summaries(both))
+    assert f" | {worst:.3f} (causal" in page
     assert f"{FASTER}, ratio [95%]" in page
     row = both.rows[7]
     cell = f"| {row.comparisons['FA4'].ratio:.3f} [{row.comparisons['FA4'].ratio - 0.01:.3f}, "
@@ -200,11 +200,9 @@ def test_errors_stand_beside_the_ratios(both: Results, tmp_path: Path) -> None:
         row.rms = {"RingFA3": {"out": 1.2e-4}, "FA3": {"out": 1e-4}, PLAIN: {"out": 4e-4}}
     both.rows[3].rms["FA3"] = {"out": math.inf}
     both.rows[4].rms["RingFA3"] = {"out": 1.32e-4}
-    text = printed(both)
-    assert "error / FA3: out" in text
-    assert [text.count(f" {x} ") for x in ("1.20", "0.30", "1.32", "0.33")] == [8, 9, 1, 1]
     assert attention_lines(both)[1].startswith("largest rms error over that of FA3: 1.320 (out, ")
-    page = "\n".join(attention_block(both))
+    page = page_of(both)
+    assert "error / FA3: out" in page
     assert "| 1.32 (out, full 512) | 0.33 (out, full 512) |" in page
     assert page.count(" | 1.20 | 0.30 |") == 8
     assert page.count(" | – | 0.30 |") == 1
@@ -214,7 +212,24 @@ def test_errors_stand_beside_the_ratios(both: Results, tmp_path: Path) -> None:
 
 def test_other_implementations_have_a_table_of_their_own(results: Results) -> None:
     results.rows[-1].implementations = ["RingFA3", "without overlap"]
-    assert [len(table.columns) for table in attention_tables(results)] == [10, 8]
+    assert [len(table.columns) for table in attention_tables(results)] == [7, 8, 7]
+
+
+@pytest.mark.parametrize(
+    ("cell", "colour"),
+    [
+        ("588, 1.020 [1.010, 1.030]", "\x1b[32m"),  # green
+        ("0.950 [0.940, 0.960]", "\x1b[33m"),  # yellow
+        ("1.000 [0.990, 1.010]", ""),
+        ("wrong: out is off", "\x1b[31m"),  # red
+    ],
+)
+def test_the_terminal_shows_who_is_faster(cell: str, colour: str, results: Results) -> None:
+    console = Console(width=80, force_terminal=True, color_system="standard")
+    with console.capture() as captured:
+        console.print(Table(["ratio"], [[cell]]).terminal("", results))
+    assert f"{colour}{cell}" in captured.get()
+    assert ("\x1b[3" in captured.get().partition("┡")[2]) is bool(colour)
 
 
 def test_the_line_at_the_end_names_the_worst_row(results: Results) -> None:

@@ -3,10 +3,10 @@ Results of rings: JSON, tables, a line for each set, plots."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from ringfa3.bench.common.cases import BACKWARD, FORWARD
 from ringfa3.bench.common.plot import draw
@@ -24,7 +24,7 @@ from ringfa3.bench.ring.cases import (
 )
 from ringfa3.bench.ring.plot import ring_figures
 from ringfa3.bench.ring.summary import ring_lines
-from ringfa3.bench.ring.table import ring_tables
+from ringfa3.bench.ring.table import ring_tables, ring_title
 
 IMPLEMENTATIONS = ["RingFA3", "RingFA3 alone", "FA3 alone", "Ulysses on FA3"]
 
@@ -114,29 +114,33 @@ def test_the_baseline_is_the_faster_one() -> None:
 
 
 def test_tables_say_what_ran_and_every_row_with_figures_or_why_not(results: Results) -> None:
-    console = Console(width=200)
-    with console.capture() as captured:
-        for table in ring_tables(results):
-            console.print(table)
-    printed = captured.get()
-    assert "forward, bfloat16, TFLOP/s of one GPU" in printed
-    ran = "RingFA3 ran on kernels and symmetric (hop by hop), kernels and symmetric (one launch)"
-    assert ran in " ".join(printed.split())
-    assert any(x.split("│")[-2].strip() == "5" for x in printed.splitlines() if "3072 (1024)" in x)
-    line = next(x for x in printed.splitlines() if " 4 │ 64 " in x)
-    for cell in ("600", "0.950 [0.940, 0.960]", "588 (1.020)", "1.05", "250"):
-        assert cell in line
-    assert "wrong: out is off by 1" in printed
-    assert "no [answer]" in printed
-    assert "3072 (1024)" in printed
-    assert "out of memory" in printed
-    assert "Load balance of the plan" in printed
-    fresh = next(x for x in printed.splitlines() if "a fresh plan" in x)
-    cells = [cell.strip() for cell in fresh.split("│")[1:-1]]
-    assert cells == ["4", "16 a GPU", "a fresh plan", "2030", "2.030 [2.020, 2.040]", "200", "200"]
-    way = next(x for x in printed.splitlines() if "recomputed" in x)
-    cells = [cell.strip() for cell in way.split("│")[1:-1]]
-    assert cells[2:] == ["recomputed", "1250", "1.250 [1.240, 1.260]", "2", "1", "7 (2)"]
+    every = list(ring_tables(results))
+    tables = {table.columns[-1]: table for table in every}
+    ran = "the ring ran on kernels and symmetric (hop by hop), kernels and symmetric (one launch)"
+    forward = [row for row in results.rows if row.direction == FORWARD]
+    assert ring_title(replace(results, rows=forward)) == ran
+    cells = [cell for table in every for row in table.rows for cell in row]
+    assert "wrong: out is off by 1" in cells
+    assert "failed: no [answer] (rank 1)" in cells
+    speed = tables["Ulysses on FA3, ratio [95%]"]
+    row = next(row for row in speed.rows if row[1:3] == ["4", "64"])
+    assert row[3:] == ["600", "0.950 [0.940, 0.960]", "588, 1.020 [1.010, 1.030]"]
+    memory = tables["ring-flash-attn on FA3"].rows[0]
+    assert memory[2:] == ["3072 (1024)", "out of memory", "4096 (0)"]
+    fresh = next(row for row in tables["backward, µs"].rows if row[2] == "a fresh plan")
+    assert fresh[:2] == ["4", "16 a GPU"]
+    assert fresh[3:] == ["2030", "2.030 [2.020, 2.040]", "200", "200"]
+    block = next(row for row in tables["MiB"].rows if row[2] == "recomputed")
+    assert block[3:] == ["1250", "1.250 [1.240, 1.260]", "2, 1", "7 (2)"]
+
+
+def test_a_set_without_baselines_has_no_column_of_them(results: Results) -> None:
+    results.rows = [row for row in results.rows if row.set == "magi"]
+    for row in results.rows:
+        assert isinstance(row, RingRow)
+        row.baselines = []
+    (forward, backward) = ring_tables(results)
+    assert "over single GPU [95%]" not in [*forward.columns, *backward.columns]
 
 
 def test_each_set_has_a_line_at_the_end(results: Results) -> None:

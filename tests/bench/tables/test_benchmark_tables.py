@@ -13,8 +13,8 @@ import pytest
 from ringfa3.bench.__main__ import main
 from ringfa3.bench.common.results import FILE, Results, RingRow
 from ringfa3.bench.ring.cases import ring_case
+from ringfa3.bench.ring.table import ring_tables
 from ringfa3.bench.tables.provenance import command
-from ringfa3.bench.tables.ring import ring_block
 
 DOCS = Path(__file__).parent.parent.parent.parent / "docs"
 
@@ -101,7 +101,8 @@ def test_a_row_without_figures_says_why(name: str, line: str) -> None:
     row = RingRow.of(ring_case("x", "x", (64,), 2), "backward", "bf16", ["RingFA3", "kept"])
     row.set, row.stopped = name, "out of memory"
     results.rows = [row]
-    assert line in list(ring_block(results))
+    (table,) = ring_tables(results)
+    assert line in list(table.markdown())
 
 
 def test_a_changed_result_is_noticed(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
