@@ -19,8 +19,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
-# Modules are imported as train.*, from any working directory.
-sys.path[0] = str(Path(__file__).absolute().parents[1])
+if __name__ == "__main__":  # modules are imported as train.*, from any working directory
+    sys.path[0] = str(Path(__file__).absolute().parents[1])
 
 from train.extras import missing_packages  # noqa: E402
 from train.slurm import set_ranks  # noqa: E402

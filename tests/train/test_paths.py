@@ -3,8 +3,10 @@ or write: one line each, with the key and the remedy."""
 
 from __future__ import annotations
 
+import importlib
 import pwd
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,3 +156,10 @@ def test_an_export_needs_a_folder_that_a_rename_can_replace(config, tmp_path, mo
     monkeypatch.setattr(Path, "is_mount", lambda path: path == disk)
     with pytest.raises(ConfigError, match=rf"is a mount, .* in it: export\.dir={disk}/NAME"):
         check(config, world=1)
+
+
+def test_an_import_of_the_entry_point_leaves_the_search_path(monkeypatch):
+    """Other modules of the process are found as before."""
+    monkeypatch.setattr(sys, "path", ["first", *sys.path])
+    importlib.reload(importlib.import_module("train.pretrain"))
+    assert sys.path[0] == "first"
