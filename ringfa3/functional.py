@@ -293,7 +293,7 @@ def attention(
     with torch.autocast(q.device.type, enabled=False):
         qkv = packed(q), packed(k), packed(v)
         if precision == "native":
-            kernel = select_forward(qkv[0], plan)
+            kernel = select_forward(qkv[0], plan, v.shape[-1])
             tiling = plan.forward(kernel.tile_m)[0]
             kernel.attend(*qkv, tiling, scale, rows, rows[:0], lse, sink=sink)
         else:

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 import torch
 
+from ringfa3.attention_op import with_columns
 from ringfa3.kernels.dispatch import select_local_kv
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.kernels.streams import CurrentStream
@@ -303,7 +304,7 @@ class P2PRingPass:
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
-        self._local = (k, v)
+        self._local = (k, with_columns(v, k.shape[2]))
         contiguous = [x.contiguous() for x in self._local]
         self._kv = ArrivingKV(self._exchange, contiguous, self._pass_type)
         if self._pass_type == "backward":
