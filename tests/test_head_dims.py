@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
 from ringfa3 import (
+    Mask,
     RingFA3Attention,
     flash_attn_func,
+    flash_attn_mask_func,
     flash_attn_varlen_func,
     plan_context,
     ring_attn_func,
@@ -114,6 +116,42 @@ def test_multiples_of_8_run_on_the_next_larger_kernel() -> None:
             unit = dispatch.narrowest_unit(*args)
             assert (unit and unit.head_dim) == own, d
             assert unit is None or unit.precision == (*args, "native")[3]
+
+
+def test_192_and_128_have_a_forward_of_their_own() -> None:
+    """Other narrow V run on the next larger kernel, and so does every backward."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for head_dims in ((192, 128), (192, 120), (192, 136), (184, 128), (256, 128), (192, 192)):
+            own = head_dims == (192, 128)
+            for direction in ("forward", "backward"):
+                unit = dispatch.narrowest_unit(direction, dtype, head_dims[0], v_dim=head_dims[1])
+                assert unit is not None
+                wanted = head_dims if own and direction == "forward" else (256, 256)
+                assert (unit.head_dim, unit.v_dim) == wanted, (direction, head_dims)
+
+
+def test_every_function_selects_by_the_head_dim_of_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the forward for 192 and 128 runs wherever its head dims are given."""
+    asked: list[tuple[str, int, int | None]] = []
+
+    def select(direction: str, q: torch.Tensor, *_: object, **given: object) -> None:
+        v_dim = given.get("v_dim")
+        assert v_dim is None or isinstance(v_dim, int)
+        asked.append((direction, q.shape[-1], v_dim))
+
+    monkeypatch.setattr(dispatch, "_select_unit", select)
+    q, k, v = (torch.randn(6, 2, d) for d in (192, 192, 128))
+    calls: list[Callable[[], object]] = [
+        lambda: flash_attn_func(q[None], k[None], v[None]),
+        lambda: flash_attn_varlen_func(q, k, v, [0, 6], [0, 6]),
+        lambda: flash_attn_mask_func(q, k, v, Mask.documents([0, 2, 6])),
+        lambda: ring_attn_func(q, k, v, plan_context(6, (0, 1))),
+        lambda: RingFA3Attention(2, 2, 192)(q[None], k[None], v[None]),
+    ]
+    for call in calls:
+        asked.clear()
+        call()
+        assert set(asked) == {("forward", 192, 128)}
 
 
 def test_the_fallback_is_named_once_and_only_without_a_kernel(
