@@ -73,19 +73,19 @@ class Unit:
     @property
     def cluster(self) -> int:
         """CTAs that share a tile, as `BackwardShapes::Ctas`."""
-        return 2 if (self.direction, self.head_dim) == ("backward", 256) else 1
+        return 2 if self.direction == "backward" and self.head_dim > 128 else 1
 
     @property
     def v_dim(self) -> int:
         """The head dim of V and O; `head_dim` is that of Q and K."""
-        return 128 if (self.direction, self.head_dim) == ("forward", 192) else self.head_dim
+        return 128 if self.head_dim == 192 else self.head_dim
 
     @property
     def defines(self) -> tuple[str, ...]:
         return (
             f"-DRINGFA3_ELEMENT={ELEMENTS[self.dtype]}",
             f"-DRINGFA3_HEAD_DIM={self.head_dim}",
-            *((f"-DRINGFA3_V_DIM={self.v_dim}",) if self.direction == "forward" else ()),
+            f"-DRINGFA3_V_DIM={self.v_dim}",
             f"-DRINGFA3_TILE_M={self.tile_m}",
             f"-DRINGFA3_TILE_N={self.tile_n}",
             f"-DRINGFA3_PRECISION={PRECISIONS[self.precision]}",
@@ -111,6 +111,7 @@ SHAPES = (  # (direction, precisions, head_dim, tile_m, tile_n)
     ("forward", ("int8",), 256, 128, 64),
     ("backward", ("native",), 64, 128, 128),
     ("backward", ("native",), 128, 64, 128),
+    ("backward", ("native",), 192, 64, 128),
     ("backward", ("native",), 256, 64, 128),
     ("backward", ("dequantised",), 64, 128, 128),
     ("backward", ("dequantised",), 128, 64, 128),

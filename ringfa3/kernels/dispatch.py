@@ -179,11 +179,12 @@ def select_quantised(q: torch.Tensor, precision: str) -> QuantisedForward:
 
 
 def select_backward(
-    q: torch.Tensor, precision: str = "native", clips: bool = False
+    q: torch.Tensor, precision: str = "native", clips: bool = False, v_dim: int | None = None
 ) -> BackwardKernel:
     """As `select_forward`, for the backward of a call with a precision; clips: `Plan.clips`."""
     native = precision == "native"
-    unit = _select_unit("backward", q, "native" if native else "dequantised", clips=clips)
+    of = "native" if native else "dequantised"
+    unit = _select_unit("backward", q, of, clips=clips, v_dim=v_dim)
     if unit is None:
         fallback = partial(reference.BackwardPass, dequantised=not native)
         return BackwardKernel(reference.TILE_N, reference.TILE_M, fallback)

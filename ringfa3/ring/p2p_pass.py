@@ -304,7 +304,7 @@ class P2PRingPass:
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
-        self._local = (k, with_columns(v, k.shape[2]))
+        self._local, self._v_dim = (k, with_columns(v, k.shape[2])), v.shape[2]
         contiguous = [x.contiguous() for x in self._local]
         self._kv = ArrivingKV(self._exchange, contiguous, self._pass_type)
         if self._pass_type == "backward":
@@ -347,6 +347,7 @@ class P2PRingPass:
             grads.add(launch)
             moving = start_exchange(self._transport, grads.messages(launch + 1))
         dtype = self._local[0].dtype
-        local_kv = select_local_kv(self._pass_type, self._local[0], self._plan, self.precision)
+        k = self._local[0]
+        local_kv = select_local_kv("backward", k, self._plan, self.precision, self._v_dim)
         self.grads = local_kv.round_gradients(grads.local, None, dtype)
         del self._grads

@@ -286,7 +286,7 @@ def _build_kernels(
         if direction == "forward":
             select_forward(q, hops, v_dim)
         else:
-            select_backward(q, precision, hops.clips)
+            select_backward(q, precision, hops.clips, v_dim)
 
 
 def _settings(

@@ -80,7 +80,7 @@ def _backward_hops(
     """The pass after all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
     dout, dlse, q, k, v, out, lse, sink = inputs
     hops = ring_pass.hops.of_backward(call.precision, deterministic)
-    kernel = select_backward(q, call.precision, hops.clips)
+    kernel = select_backward(q, call.precision, hops.clips, v.shape[2])
     ring_pass.start(k, v)
     tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
     heads_of_calls = k.shape[1], ring_pass.first_heads

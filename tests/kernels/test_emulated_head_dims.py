@@ -85,7 +85,9 @@ def test_the_backward_keeps_to_its_columns(
     )
 
 
-@pytest.mark.parametrize("head_dims", [(96, 96), (96, 72)], ids=str)
+@pytest.mark.parametrize(
+    "head_dims", [(96, 96), (96, 72), pytest.param((192, 128), marks=pytest.mark.soak)], ids=str
+)
 def test_backward_hops_hold_the_gate(emulated: Machine, head_dims: tuple[int, int]) -> None:
     emulated.settings(3, 0.3)
     backward_checks.hops_hold_the_gate(unit("backward", head_dims), "cpu", True, head_dims)

@@ -161,7 +161,7 @@ def gradients_hold_the_gate(unit: Unit, device: str, with_dlse: bool) -> torch.T
     rounded, and to 0 where it is smaller than its dtype has. Returns dsink."""
     inputs, mask = _inputs(unit, device), _mask(device)
     torch.manual_seed(1)
-    dout = torch.randn_like(inputs[0])
+    dout = torch.randn_like(_out(unit, inputs[0]))
     dlse = torch.randn(HEADS[0], len(dout), device=device) if with_dlse else None
     results = []
     for kind in (torch.float64, dout.dtype):
