@@ -13,7 +13,7 @@ using Shapes =
     ringfa3::BackwardShapes<RINGFA3_ELEMENT, RINGFA3_HEAD_DIM, RINGFA3_TILE_M, RINGFA3_TILE_N,
                             ringfa3::BackwardOperands::RINGFA3_PRECISION ==
                                 ringfa3::BackwardOperands::Dequantised,
-                            RINGFA3_CLIPS>;
+                            RINGFA3_CLIPS, RINGFA3_V_DIM>;
 
 extern "C" int ringfa3_preprocess(ringfa3::PreprocessArgs const* args, void* stream) {
   return ringfa3::launch_preprocess<Shapes>(*args, static_cast<cudaStream_t>(stream));

@@ -9,7 +9,7 @@
 
 using Shapes =
     ringfa3::ForwardShapes<RINGFA3_ELEMENT, RINGFA3_HEAD_DIM, RINGFA3_TILE_N, RINGFA3_TILE_M / 64,
-                           ringfa3::Precision::RINGFA3_PRECISION, RINGFA3_CLIPS>;
+                           ringfa3::Precision::RINGFA3_PRECISION, RINGFA3_CLIPS, RINGFA3_V_DIM>;
 
 extern "C" int ringfa3_forward(Shapes::Args const* args, void* stream) {
   return ringfa3::launch_forward<Shapes>(*args, static_cast<cudaStream_t>(stream));

@@ -38,8 +38,8 @@ struct Tile {
 enum TileFlags : int32_t { kFirst = 1, kLast = 2 };
 
 // A (tokens, heads, head_dim) tensor; strides in elements, the last one is 1. Attention kernels
-// take a multiple of 8 up to D, the head dim that they are compiled for: columns beyond `head_dim`
-// read as zeros and are not stored.
+// take a multiple of 8 up to D, the head dim that they are compiled for, or of V and O up to DV:
+// columns beyond `head_dim` read as zeros and are not stored.
 struct Tensor3 {
   void* data;
   int64_t tokens;
@@ -49,7 +49,7 @@ struct Tensor3 {
 
 struct ForwardArgs {
   Tensor3 q, k, v, out;
-  float* partial_out;  // (padded rows, heads, D), O between hops, see partial_output.cuh
+  float* partial_out;  // (padded rows, heads, DV), O between hops, see partial_output.cuh
   float* lse;          // (heads, tokens), natural logarithm
   int64_t lse_head_stride;
   float const* sink;  // (heads,), natural logarithm, in the softmax of kLast tiles; null: none

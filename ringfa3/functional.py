@@ -293,7 +293,7 @@ def attention(
     with torch.autocast(q.device.type, enabled=False):
         qkv = packed(q), packed(k), packed(v)
         if precision == "native":
-            kernel = select_forward(qkv[0], plan)
+            kernel = select_forward(qkv[0], plan, v.shape[-1])
             tiling = plan.forward(kernel.tile_m)[0]
             kernel.attend(*qkv, tiling, scale, rows, rows[:0], lse, sink=sink)
         else:
@@ -367,7 +367,7 @@ def _backward(
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv), and dsink for a sink; of packed tensors."""
-    kernel = select_backward(q, precision)
+    kernel = select_backward(q, precision, v_dim=v.shape[2])
     tiling = plan.backward(kernel.tile_n, kernel.tile_m, deterministic)[0]
     shapes = (*k.shape[:2], q.shape[2]), v.shape  # in 8 bits K has more columns than its gradient
     dk, dv = (k.new_empty(shape) for shape in shapes)

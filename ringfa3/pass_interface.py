@@ -135,7 +135,8 @@ class RingPass(Protocol):
         computes before `run` overlaps with them. Over messages `run` starts all transfers.
 
         Args:
-            k, v: (local_keys, hk, d), the rank's own.
+            k, v: (local_keys, hk, d) and (local_keys, hk, d_v), the rank's own. Where ranks send K
+                and V of a row together, `attend` gets V with d columns, zeros beyond d_v.
             waits_in_kernel: `attend` of a gathered forward takes `arrivals`.
         """
 

@@ -59,9 +59,9 @@ def test_kernels_run_outside_of_inference_mode(monkeypatch: pytest.MonkeyPatch) 
     """So that memory which a call leaves for later calls is no inference tensor."""
     modes = []
 
-    def select(q: torch.Tensor, plan: object) -> object:
+    def select(q: torch.Tensor, plan: object, v_dim: int) -> object:
         modes.append(torch.is_inference_mode_enabled())
-        return select_forward(q, plan)
+        return select_forward(q, plan, v_dim)
 
     monkeypatch.setattr(functional, "select_forward", select)
     q = torch.ones(1, 4, 1, 8, dtype=torch.float32, device="cpu")

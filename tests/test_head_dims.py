@@ -6,8 +6,10 @@ Letters: d head dim of q and k, d_v of v and out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,8 +18,10 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
 from ringfa3 import (
+    Mask,
     RingFA3Attention,
     flash_attn_func,
+    flash_attn_mask_func,
     flash_attn_varlen_func,
     plan_context,
     ring_attn_func,
@@ -65,28 +69,50 @@ def test_one_device(head_dims: tuple[int, int], sink: bool) -> None:
     assert worst(list(zip(got, expected, strict=True))) < EXACT
 
 
-def _ring(group: dist.ProcessGroup, d: int, d_v: int) -> tuple[float, torch.Tensor]:
-    """The largest error of this rank's tokens, and its gradient of the sink."""
+Asked = set[tuple[str, int, int | None]]
+
+
+@contextmanager
+def selections() -> Iterator[Asked]:
+    """The (direction, d, d_v) for which kernels are selected; the PyTorch fallback runs."""
+    asked: Asked = set()
+
+    def select(
+        direction: str, q: torch.Tensor, *_: object, v_dim: int | None = None, **__: object
+    ) -> None:
+        asked.add((direction, q.shape[-1], v_dim))
+
+    with mock.patch.object(dispatch, "_select_unit", select):
+        yield asked
+
+
+def _ring(group: dist.ProcessGroup, d: int, d_v: int) -> tuple[float, torch.Tensor, Asked]:
+    """The largest error of this rank's tokens, its gradient of the sink, and `selections`."""
     inputs, dout, dlse, expected = problem(d, d_v, sink=True)
     plan = plan_context(cumulative(LENGTHS), group)
     leaves = [plan.shard(x.detach()).requires_grad_() for x in inputs[:3]]
     leaves.append(SINK.clone().requires_grad_())
-    outputs = ring_attn_func(*leaves[:3], plan, return_lse=True, sink=leaves[3])
-    assert isinstance(outputs, tuple)
-    *grads, dsink = gradients(leaves, outputs, plan.shard(dout), plan.shard(dlse, 1))
+    with selections() as asked:
+        outputs = ring_attn_func(*leaves[:3], plan, return_lse=True, sink=leaves[3])
+        assert isinstance(outputs, tuple)
+        *grads, dsink = gradients(leaves, outputs, plan.shard(dout), plan.shard(dlse, 1))
     wanted = [plan.shard(x, int(i == 1)) for i, x in enumerate(expected[:5])]
     layer = RingFA3Attention(*HEADS, d, group=group)
     alike = (layer(*leaves[:3], plan, sink=leaves[3]), outputs[0])
-    return worst([*zip((*outputs, *grads), wanted, strict=True), alike]), dsink
+    return worst([*zip((*outputs, *grads), wanted, strict=True), alike]), dsink, asked
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("head_dims", HEAD_DIMS[:2], ids=str)
 def test_a_ring(ranks: Ranks, world: int, head_dims: tuple[int, int]) -> None:
-    """out, LSE, dQ, dK, dV of every rank, and dsink summed over ranks; float64, 1e-12."""
+    """out, LSE, dQ, dK, dV of every rank, and dsink summed over ranks; float64, 1e-12. Kernels are
+    selected by the head dim of V without its columns of zeros."""
     results = ranks.run(world, _ring, *head_dims)
-    assert max(error for error, _ in results) < EXACT
-    assert worst([(sum(x for _, x in results), problem(*head_dims, sink=True)[3][-1])]) < EXACT
+    assert max(error for error, *_ in results) < EXACT
+    dsink = sum(x for _, x, _ in results)
+    assert worst([(dsink, problem(*head_dims, sink=True)[3][-1])]) < EXACT
+    for *_, asked in results:
+        assert asked == {("forward", *head_dims), ("backward", *head_dims)}
 
 
 def test_the_layer_on_one_device() -> None:
@@ -114,6 +140,33 @@ def test_multiples_of_8_run_on_the_next_larger_kernel() -> None:
             unit = dispatch.narrowest_unit(*args)
             assert (unit and unit.head_dim) == own, d
             assert unit is None or unit.precision == (*args, "native")[3]
+
+
+def test_192_and_128_have_kernels_of_their_own() -> None:
+    """Other narrow V run on the next larger kernel."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for head_dims in ((192, 128), (192, 120), (192, 136), (184, 128), (256, 128), (192, 192)):
+            wanted = head_dims if head_dims == (192, 128) else (256, 256)
+            for direction in ("forward", "backward"):
+                unit = dispatch.narrowest_unit(direction, dtype, head_dims[0], v_dim=head_dims[1])
+                assert unit is not None
+                assert (unit.head_dim, unit.v_dim) == wanted, (direction, head_dims)
+
+
+def test_every_function_selects_by_the_head_dim_of_v() -> None:
+    """So that the kernels for 192 and 128 run wherever their head dims are given."""
+    q, k, v = (torch.randn(6, 2, d, requires_grad=True) for d in (192, 192, 128))
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: flash_attn_func(q[None], k[None], v[None]),
+        lambda: flash_attn_varlen_func(q, k, v, [0, 6], [0, 6]),
+        lambda: flash_attn_mask_func(q, k, v, Mask.documents([0, 2, 6])),
+        lambda: ring_attn_func(q, k, v, plan_context(6, (0, 1))),
+        lambda: RingFA3Attention(2, 2, 192)(q[None], k[None], v[None]),
+    ]
+    for call in calls:
+        with selections() as asked:
+            call().sum().backward()
+        assert asked == {("forward", 192, 128), ("backward", 192, 128)}
 
 
 def test_the_fallback_is_named_once_and_only_without_a_kernel(

@@ -28,7 +28,7 @@ CUTE_DEVICE void send_dq(typename Shapes::SharedStorage& smem, Accumulator const
   smem.dq_empty[warpgroup].wait(stage.phase() ^ 1);
   auto* const to = reinterpret_cast<float4*>(smem.dq[warpgroup]) + thread;
   CUTE_UNROLL
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < Shapes::kDqColumns / 8; ++i) {
     to[i * kWarpgroup] = make_float4(dq(4 * i), dq(4 * i + 1), dq(4 * i + 2), dq(4 * i + 3));
   }
   __syncwarp();
@@ -37,12 +37,12 @@ CUTE_DEVICE void send_dq(typename Shapes::SharedStorage& smem, Accumulator const
 
 // One warpgroup: adds a dQ tile itself, from registers. Where a CTA has 64 keys, dQ would be most
 // of the shared-memory traffic.
-template <class Accumulator>
+template <class Shapes, class Accumulator>
 CUTE_DEVICE void add_dq(float* padded_dq, Accumulator const& dq, int number) {
   float* const to =
-      padded_dq + static_cast<int64_t>(number) * kDqTile + threadIdx.x % kWarpgroup * 4;
+      padded_dq + static_cast<int64_t>(number) * Shapes::kDqTile + threadIdx.x % kWarpgroup * 4;
   CUTE_UNROLL
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < Shapes::kDqColumns / 8; ++i) {
     asm volatile(
         "red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * kWarpgroup * 4),
         "f"(dq(4 * i)), "f"(dq(4 * i + 1)), "f"(dq(4 * i + 2)), "f"(dq(4 * i + 3))
@@ -99,10 +99,10 @@ CUTE_DEVICE void write_dq(BackwardArgs const& a, typename Shapes::SharedStorage&
       wait_for_semaphore(a.dq_semaphore + number, order);
       asm volatile("fence.proxy.async.global;" ::: "memory");
     }
-    float* const to = a.padded.dq + static_cast<int64_t>(number) * kDqTile;
+    float* const to = a.padded.dq + static_cast<int64_t>(number) * Shapes::kDqTile;
     asm volatile(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
-        "r"(cast_smem_ptr_to_uint(from)), "n"(kDqTile * sizeof(float))
+        "r"(cast_smem_ptr_to_uint(from)), "n"(Shapes::kDqTile * sizeof(float))
         : "memory");
     tma_store_arrive();
     tma_store_wait<0>();  // the copy has read shared memory

@@ -121,11 +121,14 @@ template <class Shapes>
 cudaError_t launch_backward(BackwardArgs const& a, cudaStream_t stream) {
   using Element = typename Shapes::Element;
   BackwardParams p;
-  for (auto const& [map, x, rows] : {std::tuple(&p.q, &a.q, Shapes::M),
-                                     {&p.dout, &a.dout, Shapes::M},
-                                     {&p.k, &a.k, Shapes::N},
-                                     {&p.v, &a.v, Shapes::N}}) {
-    if (!encode<Element>(*map, *x, rows, Shapes::D)) return cudaErrorInvalidValue;
+  constexpr int D = Shapes::D, DV = Shapes::DV, kSlabOfK = Shapes::kSlabOfK;
+  constexpr int kWidthOfK = Shapes::kNarrowSlabs ? kSlabOfK : D;
+  for (auto const& [map, x, rows, width] : {std::tuple(&p.q, &a.q, Shapes::M, D),
+                                            {&p.dout, &a.dout, Shapes::M, DV},
+                                            {&p.k, &a.k, Shapes::N, kWidthOfK},
+                                            {&p.v, &a.v, Shapes::N, DV}}) {
+    int const boxes = map == &p.k ? D / width : 1;
+    if (!encode<Element>(*map, *x, rows, width, boxes)) return cudaErrorInvalidValue;
   }
   p.args = a;
   p.kv_heads = a.k.heads;

@@ -28,7 +28,8 @@ CUTE_DEVICE void load_statistic(BackwardParams const& p,
 // unit has ended. In a pair it also loads this CTA's half of the columns of the peer's K.
 template <class Shapes>
 CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedStorage& smem) {
-  constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
+  constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D, DV = Shapes::DV;
+  constexpr int kSlabOfK = Shapes::kSlabOfK;
   constexpr bool kDeltaWithQ = Shapes::kPolicy.role_split;  // so that dO is freed early
   PipelineState<1> kv;
   for (uint32_t count = 0;; ++count) {
@@ -52,21 +53,21 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedSto
     }
     if (first) {
       smem.v_empty.wait(kv.phase() ^ 1);
-      load_box<N, D>(p.v, smem.v_full, smem.v, block.key_row, block.head / p.group);
+      load_box<N, DV>(p.v, smem.v_full, smem.v, block.key_row, block.head / p.group);
     }
     smem.dout_empty[dout.index()].wait(dout.phase() ^ 1);
     auto& dout_full = smem.dout_full[dout.index()];
-    load_box<M, D>(p.dout, dout_full, smem.dout + dout.index() * M * D, block.token, block.head);
+    load_box<M, DV>(p.dout, dout_full, smem.dout + dout.index() * M * DV, block.token, block.head);
     if constexpr (!kDeltaWithQ) {
       load_statistic<Shapes>(p, dout_full, smem.delta[dout.index()], block.target, 1);
     }
     if (first) {
       smem.k_empty.wait(kv.phase() ^ 1);
-      load_box<N, D>(p.k, smem.k_full, smem.k, block.key_row, block.head / p.group);
+      load_box<N, D, kSlabOfK>(p.k, smem.k_full, smem.k, block.key_row, block.head / p.group);
       if constexpr (Shapes::Ctas > 1) {
         int const rank = block_rank_in_cluster();
-        load_box<N, D / 2>(p.k, smem.k_full, smem.peer_k, block.key_row + (rank ? -N : N),
-                           block.head / p.group, rank * (D / 2));
+        load_box<N, D / 2, kSlabOfK>(p.k, smem.k_full, smem.peer_k, block.key_row + (rank ? -N : N),
+                                     block.head / p.group, rank * (D / 2));
       }
       kv.advance();
     }

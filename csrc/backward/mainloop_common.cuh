@@ -30,12 +30,12 @@ CUTE_DEVICE auto ds_operand(typename Shapes::Element* ds, int part, int thread) 
       local_tile(x, Shape<_64, Int<Shapes::N>>{}, make_coord(part, _0{}, _)));
 }
 
-// B operand of dQ: 64 columns of K, transposed, (64, N).
+// B operand of dQ: its tile's columns of K, transposed, (kDqColumns, N).
 template <class Shapes, class Layout = typename Shapes::SmemKt>
 CUTE_DEVICE auto key_columns_operand(typename Shapes::Element* keys, int part, int thread) {
   Tensor x = make_tensor(make_smem_ptr(keys), Layout{});  // (D, N)
   return typename Shapes::MmaQ{}.get_slice(thread).partition_fragment_B(
-      local_tile(x, Shape<_64, Int<Shapes::N>>{}, make_coord(part, _0{})));
+      local_tile(x, Shape<Int<Shapes::kDqColumns>, Int<Shapes::N>>{}, make_coord(part, _0{})));
 }
 
 // B operand of a product with ones: LSE or D of the stages, (M, 16, S).
@@ -167,14 +167,14 @@ CUTE_DEVICE void apply_mask(Accumulator& x, BlockMask const& mask) {
 }
 
 // `Threads` threads in a row, of which this is number `thread`: zeroes rows [valid_rows, Rows) of a
-// box with D columns in shared memory. These rows belong to the next segment. Their factors are 0,
-// and 0 * inf would be NaN.
-template <int Rows, int D, int Threads, class Element>
+// box with D columns in shared memory, in slabs of `Slab` columns. These rows belong to the next
+// segment. Their factors are 0, and 0 * inf would be NaN.
+template <int Rows, int D, int Threads, int Slab = kSlab, class Element>
 CUTE_DEVICE void zero_tail_rows(Element* box, int valid_rows, int thread, int barrier) {
-  constexpr int kEights = kSlab / 8;  // of a row of a slab, 16 bytes each
+  constexpr int kEights = Slab / 8;  // of a row of a slab, 16 bytes each
   CUTE_UNROLL
-  for (int slab = 0; slab < D / kSlab; ++slab) {
-    auto* const to = reinterpret_cast<uint4*>(box + slab * Rows * kSlab);
+  for (int slab = 0; slab < D / Slab; ++slab) {
+    auto* const to = reinterpret_cast<uint4*>(box + slab * Rows * Slab);
     CUTE_NO_UNROLL
     for (int i = valid_rows * kEights + thread; i < Rows * kEights; i += Threads) {
       to[i] = make_uint4(0, 0, 0, 0);
@@ -185,22 +185,23 @@ CUTE_DEVICE void zero_tail_rows(Element* box, int valid_rows, int thread, int ba
 }
 
 // The same, by all consumers.
-template <class Shapes, int Rows, int D = Shapes::D>
+template <class Shapes, int Rows, int D = Shapes::D, int Slab = kSlab>
 CUTE_DEVICE void zero_tail_rows(typename Shapes::Element* box, int valid_rows) {
-  zero_tail_rows<Rows, D, Shapes::Consumers * kWarpgroup>(box, valid_rows, threadIdx.x - kWarpgroup,
-                                                          kZeroed);
+  zero_tail_rows<Rows, D, Shapes::Consumers * kWarpgroup, Slab>(box, valid_rows,
+                                                                threadIdx.x - kWarpgroup, kZeroed);
 }
 
 // All consumers: zeroes keys of K that belong to the next segment, in a tile with fewer than TileN.
 template <class Shapes>
 CUTE_DEVICE void zero_tail_keys(typename Shapes::SharedStorage& smem, WorkUnit const& unit) {
+  constexpr int N = Shapes::N, D = Shapes::D, kSlabOfK = Shapes::kSlabOfK;
   if constexpr (Shapes::Ctas == 1) {
-    zero_tail_rows<Shapes, Shapes::N>(smem.k, unit.rows);
+    zero_tail_rows<Shapes, N>(smem.k, unit.rows);
   } else {
-    int const first = min(unit.rows, Shapes::N), second = unit.rows - first;  // keys of each CTA
+    int const first = min(unit.rows, N), second = unit.rows - first;  // keys of each CTA
     bool const is_first = block_rank_in_cluster() == 0;
-    zero_tail_rows<Shapes, Shapes::N>(smem.k, is_first ? first : second);
-    zero_tail_rows<Shapes, Shapes::N, Shapes::D / 2>(smem.peer_k, is_first ? second : first);
+    zero_tail_rows<Shapes, N, D, kSlabOfK>(smem.k, is_first ? first : second);
+    zero_tail_rows<Shapes, N, D / 2, kSlabOfK>(smem.peer_k, is_first ? second : first);
   }
 }
 

@@ -41,10 +41,11 @@ struct KeySplitConsumer {
   using Element = typename Shapes::Element;
   using Shared = typename Shapes::SharedStorage;
   using MmaS = typename Shapes::MmaS;
-  using MmaKV = typename Shapes::MmaKV;
+  using MmaKV = typename Shapes::MmaK;  // and of dV
   using MmaQ = typename Shapes::MmaQ;
   static constexpr BackwardPolicy kPolicy = Shapes::kPolicy;
   static constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
+  static_assert(Shapes::DV == D);
   // A warpgroup computes 64 rows of dQ (M, D), or with M = 64, half of the columns.
   static constexpr bool kRowHalves = M > 64;
   using QStage = PipelineState<Shapes::QStages>;
@@ -53,7 +54,7 @@ struct KeySplitConsumer {
   using BlockStage = PipelineState<Shapes::BlockDepth>;
   using FragmentS = decltype(partition_fragment_C(MmaS{}, Shape<_64, Int<M>>{}));
   using FragmentKV = decltype(partition_fragment_C(MmaKV{}, Shape<_64, Int<D>>{}));
-  using FragmentQ = decltype(partition_fragment_C(MmaQ{}, Shape<_64, _64>{}));
+  using FragmentQ = decltype(partition_fragment_C(MmaQ{}, Shape<_64, Int<Shapes::kDqColumns>>{}));
   using FragmentP = decltype(make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{}));
 
   BackwardParams const& p;

@@ -23,7 +23,8 @@
 //     of dS(j) to the peer has ended.
 //   * Warpgroup 1 stores dS(j+2) after its dQ(j+1) has ended, which waited for the peer's dS(j+1).
 //
-// Letters in shapes: M rows of a block of queries, N keys of a CTA, D head dim, S stages.
+// Letters in shapes: M rows of a block of queries, N keys of a CTA, D head dim of Q and K, DV head
+// dim of V and O, S stages.
 #pragma once
 
 #include "backward/mainloop_common.cuh"
@@ -33,11 +34,11 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// A operand of S^T or dP^T: K or V, (64, D).
-template <class Shapes>
+// A operand of S^T or dP^T: K (64, D) or V (64, DV).
+template <class Shapes, class Layout>
 CUTE_DEVICE auto keys_operand(typename Shapes::Element* keys, int thread) {
   return typename Shapes::MmaS{}.get_slice(thread).partition_fragment_A(
-      make_tensor(make_smem_ptr(keys), typename Shapes::SmemK{}));
+      make_tensor(make_smem_ptr(keys), Layout{}));
 }
 
 // One thread: hands dS of every block to the consumers, and a copy to those of the peer.
@@ -69,22 +70,23 @@ struct RoleSplitConsumer {
   using Element = typename Shapes::Element;
   using Shared = typename Shapes::SharedStorage;
   using MmaS = typename Shapes::MmaS;
-  using MmaKV = typename Shapes::MmaKV;
+  using MmaKV = conditional_t<HasDv, typename Shapes::MmaV, typename Shapes::MmaK>;
   using MmaQ = typename Shapes::MmaQ;
-  static constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D;
+  static constexpr int M = Shapes::M, N = Shapes::N, D = Shapes::D, DV = Shapes::DV;
   static constexpr int kWarpgroupIndex = HasDv ? 0 : 1;
   static_assert(M == 64 && N == 64 && Shapes::Ctas == 2 && Shapes::DqTilesEach == 1);
   using QStage = PipelineState<Shapes::QStages>;
   using DoutStage = PipelineState<Shapes::DoutStages>;
   using DsStage = PipelineState<Shapes::DsStages>;
   using BlockStage = PipelineState<Shapes::BlockDepth>;
+  using Keys = conditional_t<HasDv, typename Shapes::SmemK, typename Shapes::SmemV>;
   // B operands of S^T or dP^T, and of dV or dK
   using Rows = conditional_t<HasDv, typename Shapes::SmemQ, typename Shapes::SmemDout>;
   using RowsT = conditional_t<HasDv, typename Shapes::SmemDoutT, typename Shapes::SmemQt>;
   using PeerKt = typename Shapes::SmemPeerKt;
   using FragmentS = decltype(partition_fragment_C(MmaS{}, Shape<_64, Int<M>>{}));
-  using FragmentKV = decltype(partition_fragment_C(MmaKV{}, Shape<_64, Int<D>>{}));
-  using FragmentQ = decltype(partition_fragment_C(MmaQ{}, Shape<_64, _64>{}));
+  using FragmentKV = decltype(partition_fragment_C(MmaKV{}, Shape<_64, Int<HasDv ? DV : D>>{}));
+  using FragmentQ = decltype(partition_fragment_C(MmaQ{}, Shape<_64, Int<Shapes::kDqColumns>>{}));
   using FragmentP = decltype(make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<M / 16>>{}));
 
   BackwardParams const& p;
@@ -98,13 +100,13 @@ struct RoleSplitConsumer {
   MmaS mma_s;
   MmaKV mma_kv;
   MmaQ mma_q;
-  decltype(keys_operand<Shapes>(smem.k, 0)) fKeys;                           // K or V (64, D)
-  decltype(row_operand<MmaS, Rows>(smem.q, 0)) fRows;                        // Q or dO (M, D, S)
-  decltype(row_operand<MmaKV, RowsT>(smem.q, 0)) fRowsT;                     // dO or Q (D, M, S)
-  decltype(ds_operand<Shapes>(smem.ds, 0, 0)) fDS, fPeerDS;                  // (M, N, S)
-  decltype(key_columns_operand<Shapes>(smem.k, 0, 0)) fKt;                   // (64, N)
-  decltype(key_columns_operand<Shapes, PeerKt>(smem.peer_k, 0, 0)) fPeerKt;  // (64, N)
-  FragmentKV sum;                                                            // dV or dK (64, D)
+  decltype(keys_operand<Shapes, Keys>(smem.k, 0)) fKeys;     // K (64, D) or V (64, DV)
+  decltype(row_operand<MmaS, Rows>(smem.q, 0)) fRows;        // Q (M, D, S) or dO (M, DV, S)
+  decltype(row_operand<MmaKV, RowsT>(smem.q, 0)) fRowsT;     // dO (DV, M, S) or Q (D, M, S)
+  decltype(ds_operand<Shapes>(smem.ds, 0, 0)) fDS, fPeerDS;  // (M, N, S)
+  decltype(key_columns_operand<Shapes>(smem.k, 0, 0)) fKt;   // (kDqColumns, N)
+  decltype(key_columns_operand<Shapes, PeerKt>(smem.peer_k, 0, 0)) fPeerKt;  // (kDqColumns, N)
+  FragmentKV sum;           // dV (64, DV) or dK (64, D)
   FragmentQ dq;             // a dQ tile, added to global memory a block later
   int flags = 0;            // BlockFlags of the block of S or dP
   FragmentP fS;             // P^T or dS^T (64, M), the A operand of dV or dK
@@ -119,7 +121,7 @@ struct RoleSplitConsumer {
         warp_key(thread / kWarp * 16),
         key(warp_key + lane / 4),
         key_factor{1.f, p.args.softmax_scale * kLog2e, 0.f},
-        fKeys(keys_operand<Shapes>(HasDv ? smem.k : smem.v, thread)),
+        fKeys(keys_operand<Shapes, Keys>(HasDv ? smem.k : smem.v, thread)),
         fRows(row_operand<MmaS, Rows>(HasDv ? smem.q : smem.dout, thread)),
         fRowsT(row_operand<MmaKV, RowsT>(HasDv ? smem.dout : smem.q, thread)),
         fDS(ds_operand<Shapes>(smem.ds, 0, thread)),
@@ -213,7 +215,8 @@ struct RoleSplitConsumer {
   // Both warpgroups, each once for a block: zeroes rows of dO that belong to the next segment.
   __device__ void zero_tail_of_dout(uint32_t count) {
     if (flags & kTailRows) {
-      zero_tail_rows<Shapes, M>(smem.dout + DoutStage{count}.index() * M * D, block_at(count).rows);
+      zero_tail_rows<Shapes, M, DV>(smem.dout + DoutStage{count}.index() * M * DV,
+                                    block_at(count).rows);
     }
   }
 
@@ -299,7 +302,7 @@ struct RoleSplitConsumer {
     warpgroup_fence_operand(dq);
     RowBlock const& block = block_at(count);
     if (p.args.dq_semaphore) smem.dq_granted[kWarpgroupIndex].wait(PipelineState<1>{count}.phase());
-    add_dq(p.args.padded.dq, dq, block.target * Shapes::DqTiles + dq_tile());
+    add_dq<Shapes>(p.args.padded.dq, dq, block.target * Shapes::DqTiles + dq_tile());
     __syncwarp();  // all lanes have read the block, and added
     if (lane == 0) {
       smem.block_done[BlockStage{count}.index()].arrive();
@@ -321,7 +324,7 @@ struct RoleSplitConsumer {
       finish_gradient<Shapes>(sum, p.args.softmax_scale * key_factor.factor, lane);
     } else if constexpr (Shapes::Dequantised) {
       CUTE_UNROLL
-      for (int n = 0; n < D / 2; ++n) sum(n) *= key_factor.factor;
+      for (int n = 0; n < size(sum); ++n) sum(n) *= key_factor.factor;
     }
     store_gradient<Shapes>(p.args, HasDv ? p.args.dv : p.args.dk, unit, kv_head,
                            N * block_rank_in_cluster() + key, lane, sum);

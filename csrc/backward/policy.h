@@ -28,6 +28,7 @@ struct BackwardPolicy {
 template <int HeadDim> constexpr BackwardPolicy kBackwardPolicy{};
 template <> constexpr BackwardPolicy kBackwardPolicy< 64>{false, 2, 2, 2, false, true};
 template <> constexpr BackwardPolicy kBackwardPolicy<128>{false, 3, 2, 2, true,  false};
+template <> constexpr BackwardPolicy kBackwardPolicy<192>{true,  2, 2, 2, false, false};
 template <> constexpr BackwardPolicy kBackwardPolicy<256>{true,  2, 1, 2, false, false};
 // clang-format on
 

@@ -12,22 +12,24 @@ namespace ringfa3 {
 using namespace cute;
 
 template <class Shapes>
-constexpr int dq_tiles_of_cta = Shapes::Dequantised ? Shapes::D / 64 : 1;
+constexpr int dq_tiles_of_cta = Shapes::Dequantised ? Shapes::D / Shapes::kDqColumns : 1;
 
 // A CTA per 64 rows and head, and per dQ tile unless dQ is that of rotated operands: scales dQ,
-// whose tiles (64, 64) have the accumulators' order, rotates it back and stores it in rows.
+// whose tiles (64, kDqColumns) have the accumulators' order, rotates it back and stores it in rows.
 template <class Shapes>
 __global__ void __launch_bounds__(kWarpgroup)
     postprocess_kernel(__grid_constant__ PostprocessArgs const a) {
   using Element = typename Shapes::Element;
-  constexpr int D = Shapes::D, kTiles = dq_tiles_of_cta<Shapes>, kColumns = 64 * kTiles;
+  constexpr int D = Shapes::D, kTiles = dq_tiles_of_cta<Shapes>,
+                kColumns = Shapes::kDqColumns * kTiles;
   constexpr int kCtas = Shapes::DqTiles / kTiles, kColumnCtas = D / kColumns;  // of a block
   wait_for_earlier_kernels();
   int const thread = threadIdx.x, lane = thread % kWarp;
   int const block = blockIdx.x / kCtas, cta = blockIdx.x % kCtas;
   int64_t const head = blockIdx.y;
   int64_t const number = ((head * a.padded.num_blocks + block) * kCtas + cta) * kTiles;
-  auto const* from = reinterpret_cast<float4 const*>(a.padded.dq + number * kDqTile) + thread;
+  auto const* from =
+      reinterpret_cast<float4 const*>(a.padded.dq + number * Shapes::kDqTile) + thread;
   Tensor dq = make_tensor<float>(Shape<Int<kColumns / 2>>{});
   CUTE_UNROLL
   for (int i = 0; i < kColumns / 8; ++i) {

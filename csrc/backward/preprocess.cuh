@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kPreprocessThreads, kPreprocessCtas)
     preprocess_kernel(__grid_constant__ PreprocessArgs const a) {
   using Element = typename Shapes::Element;
   constexpr int M = Shapes::M, D = Shapes::D;
-  constexpr int kLanes = D / 8;  // of a row, with 16 bytes each
+  constexpr int kLanes = Shapes::DV / 8;  // of a row of O, with 16 bytes each
   launch_next_kernel();
   int64_t const head = blockIdx.y;
   int64_t const target = head * a.padded.num_blocks + blockIdx.x;

@@ -1,6 +1,7 @@
 // Shapes, layouts and shared memory of a backward kernel, and its parameters.
 //
-// Letters in shapes: M rows of a block of queries, N keys of a CTA, D head dim, S stages.
+// Letters in shapes: M rows of a block of queries, N keys of a CTA, D head dim of Q and K, DV head
+// dim of V and O, S stages.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -16,10 +17,6 @@
 namespace ringfa3 {
 
 using namespace cute;
-
-// dQ is added to global memory in tiles of (64, 64) floats, in the order in which a warpgroup's
-// accumulators hold them: (8 groups of columns, 128 threads, 4).
-constexpr int kDqTile = 64 * 64;
 
 // A work item of the backward: a work unit for one KV head.
 struct KeyWorkItem {
@@ -88,13 +85,15 @@ struct KeyFactor {
 // summed, so LSE may lie below a score.
 // `Clips_`: the plan's spans are clipped, and dQ has no order of additions.
 template <class Element_, int HeadDim_, int TileM_, int TileN_, bool Dequantised_ = false,
-          bool Clips_ = false>
+          bool Clips_ = false, int VDim_ = HeadDim_>
 struct BackwardShapes {
   using Element = Element_;
   static constexpr bool Dequantised = Dequantised_;
   static constexpr bool Clips = Clips_;
   using Block = conditional_t<Clips, ClippedRowBlock, RowBlock>;
   static constexpr int D = HeadDim_;
+  static constexpr int DV = VDim_;
+  static_assert(DV == D || !Dequantised);
   static constexpr int M = TileM_;
   static constexpr BackwardPolicy kPolicy = kBackwardPolicy<D>;
   static constexpr int Ctas = kPolicy.role_split ? 2 : 1;  // of a cluster, which shares a key tile
@@ -107,22 +106,29 @@ struct BackwardShapes {
   static constexpr int DoutStages = kPolicy.dout_stages;
   static constexpr int DsStages = kPolicy.ds_stages;
   static constexpr int kDeltaStages = kPolicy.role_split ? QStages : DoutStages;
-  static constexpr int BlockDepth = 4;             // decoded blocks, until they are done
-  static constexpr int DqTiles = M * D / kDqTile;  // of a block
+  static constexpr int BlockDepth = 4;  // decoded blocks, until they are done
+  // dQ is added to global memory in tiles of (64, kDqColumns) floats, in the order in which a
+  // warpgroup's accumulators hold them: (groups of 8 columns, 128 threads, 4).
+  static constexpr int kDqColumns = kPolicy.role_split ? D / 4 : 64;
+  static constexpr int kDqTile = 64 * kDqColumns;
+  static constexpr int DqTiles = M * D / kDqTile;                   // of a block
   static constexpr int DqTilesEach = DqTiles / (Consumers * Ctas);  // of a warpgroup, side by side
 
-  // One warpgroup's products: S^T (64, M) = K (64, D) Q^T and dP^T (64, M) = V (64, D) dO^T;
-  // dV (64, D) += P^T (64, M) dO and dK (64, D) += dS^T (64, M) Q, with A in registers; a dQ tile
-  // (64, 64) = dS (64, N) K.
+  // One warpgroup's products: S^T (64, M) = K (64, D) Q^T and dP^T (64, M) = V (64, DV) dO^T;
+  // dV (64, DV) += P^T (64, M) dO and dK (64, D) += dS^T (64, M) Q, with A in registers; a dQ tile
+  // (64, kDqColumns) = dS (64, N) K.
   using MmaS = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<M>, Int<D>>, GMMA::Major::K,
                            GMMA::Major::K>()));
-  using MmaKV = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<D>, Int<M>>, GMMA::Major::K,
-                           GMMA::Major::MN>()));
-  using MmaQ =
-      decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<_64, _64, Int<N>>,
-                                                   GMMA::Major::K, GMMA::Major::MN>()));
+  template <int Columns>
+  using MmaGradient = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<_64, Int<Columns>, Int<M>>,
+                           GMMA::Major::K, GMMA::Major::MN>()));
+  using MmaK = MmaGradient<D>;
+  using MmaV = MmaGradient<DV>;
+  using MmaQ = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kDqColumns>, Int<N>>,
+                           GMMA::Major::K, GMMA::Major::MN>()));
 
   // With tiles of 128 keys LSE and D enter S^T and dP^T (64, M) by a product with ones, (64, 16)
   // (16, M), of which three columns count: no thread reads them from shared memory. The ones are
@@ -142,25 +148,32 @@ struct BackwardShapes {
   using AtomK = GMMA::Layout_K_SW128_Atom<Element>;
   using AtomMN = GMMA::Layout_MN_SW128_Atom<Element>;
   using SmemQ = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<D>, Int<QStages>>{}));
-  using SmemDout = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<D>, Int<DoutStages>>{}));
-  using SmemK = decltype(tile_to_shape(AtomK{}, Shape<Int<N>, Int<D>>{}));  // and V
-  // The same bytes transposed, (D, M, S) and (D, N): B operands of dK, dV and dQ.
+  using SmemDout = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<DV>, Int<DoutStages>>{}));
+  using SmemV = decltype(tile_to_shape(AtomK{}, Shape<Int<N>, Int<DV>>{}));
+  // K has slabs of 64 columns, or of 16 where a dQ tile is no multiple of 64 columns.
+  static constexpr bool kNarrowSlabs = kDqColumns % kSlab != 0;
+  static constexpr int kSlabOfK = kNarrowSlabs ? 16 : kSlab;
+  static_assert(kDqColumns % kSlabOfK == 0);
+  using AtomOfK = conditional_t<kNarrowSlabs, GMMA::Layout_K_SW32_Atom<Element>, AtomK>;
+  using AtomOfKt = conditional_t<kNarrowSlabs, GMMA::Layout_MN_SW32_Atom<Element>, AtomMN>;
+  using SmemK = decltype(tile_to_shape(AtomOfK{}, Shape<Int<N>, Int<D>>{}));
+  // The same bytes transposed, (D, M, S), (DV, M, S) and (D, N): B operands of dK, dV and dQ.
   using SmemQt =
       decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<M>, Int<QStages>>{}, Step<_2, _1, _3>{}));
-  using SmemDoutT = decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<M>, Int<DoutStages>>{},
+  using SmemDoutT = decltype(tile_to_shape(AtomMN{}, Shape<Int<DV>, Int<M>, Int<DoutStages>>{},
                                            Step<_2, _1, _3>{}));
-  using SmemKt = decltype(tile_to_shape(AtomMN{}, Shape<Int<D>, Int<N>>{}, Step<_2, _1>{}));
+  using SmemKt = decltype(tile_to_shape(AtomOfKt{}, Shape<Int<D>, Int<N>>{}, Step<_2, _1>{}));
   using SmemDs = decltype(tile_to_shape(AtomK{}, Shape<Int<M>, Int<N>, Int<DsStages>>{}));
   // In a pair of CTAs: this CTA's half of the columns of the peer's K, transposed (D / 2, N).
   using SmemPeerKt =
-      decltype(tile_to_shape(AtomMN{}, Shape<Int<D / Ctas>, Int<N>>{}, Step<_2, _1>{}));
+      decltype(tile_to_shape(AtomOfKt{}, Shape<Int<D / Ctas>, Int<N>>{}, Step<_2, _1>{}));
 
   using Pair = PairStorage<Element, cosize_v<SmemDs>, cosize_v<SmemPeerKt>, DsStages>;
   using Factor = conditional_t<Dequantised, FactorStorage<Element, cosize_v<SmemFactor>, Consumers>,
                                NoStorage>;
   struct SharedStorage : conditional_t<(Ctas > 1), Pair, Factor> {
     alignas(1024) Element k[cosize_v<SmemK>];
-    alignas(1024) Element v[cosize_v<SmemK>];
+    alignas(1024) Element v[cosize_v<SmemV>];
     alignas(1024) Element q[cosize_v<SmemQ>];
     alignas(1024) Element dout[cosize_v<SmemDout>];
     alignas(1024) Element ds[cosize_v<SmemDs>];

@@ -11,7 +11,8 @@
 //   wgmma       | S(j+1)      | PV(j)                       |
 //   registers   |   wait for S| mask, exp2 of a first part  | wait for PV | exp2 of the rest, P
 //
-// Letters in shapes: M rows of a tile, N keys of a block, D head dim, S stages.
+// Letters in shapes: M rows of a tile, N keys of a block, D head dim of Q and K, DV head dim of V
+// and O, S stages.
 #pragma once
 
 #include "forward/epilogue.cuh"
@@ -39,7 +40,7 @@ struct ForwardConsumer {
   using Shared = typename Shapes::SharedStorage;
   using Needs = typename OnlineSoftmax<ElementPV>::Needs;
   static constexpr ForwardPolicy kPolicy = Shapes::kPolicy;
-  static constexpr int N = Shapes::N, D = Shapes::D, Consumers = Shapes::Consumers;
+  static constexpr int N = Shapes::N, DV = Shapes::DV, Consumers = Shapes::Consumers;
   static constexpr int kSize = N / 2;  // elements of S that a thread holds
   static constexpr int kEarly = kPolicy.early_elements;
   static constexpr bool kTwoQ = Shapes::QStages > 1;
@@ -61,12 +62,12 @@ struct ForwardConsumer {
   decltype(k_operand<Shapes>(std::declval<Shared&>(), 0)) fK;
   decltype(v_operand<Shapes>(std::declval<Shared&>(), 0)) fV;
   using FragmentS = decltype(partition_fragment_C(mma_s, Shape<_64, Int<N>>{}));
-  using FragmentO = decltype(partition_fragment_C(mma_o, Shape<_64, Int<D>>{}));
+  using FragmentO = decltype(partition_fragment_C(mma_o, Shape<_64, Int<DV>>{}));
   using FragmentP = decltype(make_tensor<ElementPV>(
       Shape<Shape<Int<4 / sizeof(ElementPV)>, _2, _2>, _1, Int<N * sizeof(ElementPV) / 32>>{}));
   FragmentS s;                                            // S (64, N)
   decltype(make_tensor<float>(shape(FragmentS{}))) prob;  // P (64, N) in float32
-  FragmentO o;                                            // O (64, D)
+  FragmentO o;                                            // O (64, DV)
   FragmentP fP;                                           // P (64, N), the A operand of P V
   PipelineState<Shapes::Stages> k_stage, v_stage;
   PipelineState<Shapes::QStages> q_stage;

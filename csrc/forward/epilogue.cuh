@@ -18,7 +18,7 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// One warp: stores its 16 rows of O by TMA, from a box (16, D) in shared memory, while it
+// One warp: stores its 16 rows of O by TMA, from a box (16, DV) in shared memory, while it
 // continues.
 template <class Shapes, class Output>
 CUTE_DEVICE void store_box(CUtensorMap const& map, typename Shapes::Element* box, Output const& o,
@@ -29,7 +29,7 @@ CUTE_DEVICE void store_box(CUtensorMap const& map, typename Shapes::Element* box
   __syncwarp();
   uint32_t const line = cast_smem_ptr_to_uint(box) + lane % kWarpRows * kLine;
   CUTE_UNROLL
-  for (int j = 0; j < Shapes::D / 8; j += 2) {  // lanes 0-15 address column 8j, 16-31 column 8j + 8
+  for (int j = 0; j < Shapes::DV / 8; j += 2) {  // lanes 0-15: column 8j; 16-31: column 8j + 8
     int const unit = (j + lane / 16) % 8 ^ lane % 8;
     uint32_t const at = line + j / 8 * kWarpRows * kLine + unit * 16;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
@@ -41,7 +41,7 @@ CUTE_DEVICE void store_box(CUtensorMap const& map, typename Shapes::Element* box
   __syncwarp();
   if (lane == 0) {
     CUTE_UNROLL
-    for (int column = 0; column < Shapes::D; column += kSlab) {
+    for (int column = 0; column < Shapes::DV; column += kSlab) {
       SM90_TMA_STORE_3D::copy(&map, box + column * kWarpRows, column, token, head);
     }
     tma_store_arrive();
@@ -85,9 +85,9 @@ template <class Shapes, class Output>
 CUTE_DEVICE void scale_values(ForwardParams<Shapes> const& p, WorkItem const& work, int lane,
                               Output& o, float const (&weight)[2]) {
   float const seen[2] = {weight[0] == 0.f ? 0.f : 1.f, weight[1] == 0.f ? 0.f : 1.f};
-  int const at = work.kv_head * Shapes::D + 2 * (lane % 4);
+  int const at = work.kv_head * Shapes::DV + 2 * (lane % 4);
   CUTE_UNROLL
-  for (int j = 0; j < Shapes::D / 8; ++j) {
+  for (int j = 0; j < Shapes::DV / 8; ++j) {
     float2 const scale = __ldg(reinterpret_cast<float2 const*>(p.scales.v_scale + at + 8 * j));
     float2 const mean = __ldg(reinterpret_cast<float2 const*>(p.scales.v_mean + at + 8 * j));
     CUTE_UNROLL
@@ -178,8 +178,8 @@ CUTE_DEVICE void store_rows(ForwardParams<Shapes> const& p, WorkItem const& work
     Element* const out = static_cast<Element*>(a.out.data) +
                          (tile.row0 + row + 8 * r) * a.out.token_stride +
                          work.head * a.out.head_stride;
-    store_row<Element, Shapes::D, !Shapes::kPolicy.boxed_o>(out, o, r, lane, stored[r],
-                                                            a.out.head_dim);
+    store_row<Element, Shapes::DV, !Shapes::kPolicy.boxed_o>(out, o, r, lane, stored[r],
+                                                             a.out.head_dim);
   }
 }
 
@@ -201,7 +201,7 @@ CUTE_DEVICE void store_tile(Consumer& c, WorkItem& work, bool const (&inside)[2]
   bool const all = __all_sync(0xffffffff, stored[0] && stored[1] && !use_row_max);
   if (!all) select_rows<Shapes::MayOverflow>(work, finite, c.warp, c.row, c.lane, stored);
   if (!early_lse) store_lse<Shapes>(c.p, work, c.row, c.lane, lse, stored);
-  auto* const box = c.smem.o + kWarpRows * Shapes::D * c.warp;
+  auto* const box = c.smem.o + kWarpRows * Shapes::DV * c.warp;
   store_rows<Shapes>(c.p, work, c.warp, c.lane, c.o, stored, all, box);
 }
 

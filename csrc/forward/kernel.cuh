@@ -85,11 +85,11 @@ cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t strea
   if constexpr (Shapes::Quantised) p.scales = args.scales;
   constexpr int kBlocks = kKeyTile / Shapes::N;  // of a tile of V
   bool const v_fits = Shapes::QuantisedV
-                          ? encode<ElementPV>(p.v, a.v, Shapes::D, Shapes::N, kBlocks)
-                          : encode<ElementPV>(p.v, a.v, Shapes::N, Shapes::D);
+                          ? encode<ElementPV>(p.v, a.v, Shapes::DV, Shapes::N, kBlocks)
+                          : encode<ElementPV>(p.v, a.v, Shapes::N, Shapes::DV);
   if (!v_fits || !encode<ElementQK>(p.q, a.q, Shapes::M / Shapes::QParts, Shapes::D) ||
       !encode<ElementQK>(p.k, a.k, Shapes::N, Shapes::D) ||
-      !encode<Element>(p.out, a.out, kWarpRows, Shapes::D)) {
+      !encode<Element>(p.out, a.out, kWarpRows, Shapes::DV)) {
     return cudaErrorInvalidValue;
   }
   static_assert(registers_suffice(Shapes::kRegisters, Shapes::Producers, Shapes::Consumers));

@@ -1,6 +1,7 @@
 // The producer: streams Q, K and V of a CTA's work items into shared memory.
 //
-// Letters in shapes: M rows of a tile, N keys of a block, D head dim, S stages.
+// Letters in shapes: M rows of a tile, N keys of a block, D head dim of Q and K, DV head dim of V
+// and O, S stages.
 #pragma once
 
 #include "forward/partial_output.cuh"
@@ -16,15 +17,15 @@ using namespace cute;
 template <class Shapes>
 CUTE_DEVICE void load_values(ForwardParams<Shapes> const& p, typename Shapes::SharedStorage& smem,
                              PipelineState<Shapes::Stages> stage, int at, WorkItem const& work) {
-  constexpr int N = Shapes::N, D = Shapes::D;
+  constexpr int N = Shapes::N, DV = Shapes::DV;
   smem.v_empty[stage.index()].wait(stage.phase() ^ 1);
   auto& full = smem.v_full[stage.index()];
-  auto* const to = smem.v + stage.index() * N * D;
+  auto* const to = smem.v + stage.index() * N * DV;
   if constexpr (Shapes::VByTile) {
     int const tile = at / kKeyTile * p.args.k.heads + work.kv_head;
-    load_box<D, N>(p.v, full, to, 0, tile, at % kKeyTile);
+    load_box<DV, N>(p.v, full, to, 0, tile, at % kKeyTile);
   } else {
-    load_box<N, D>(p.v, full, to, at, work.kv_head);
+    load_box<N, DV>(p.v, full, to, at, work.kv_head);
   }
 }
 

@@ -1,6 +1,6 @@
 // Q, K and V in shared memory, as the products of a warpgroup read them.
 //
-// Letters in shapes: N keys of a block, D head dim, S stages.
+// Letters in shapes: N keys of a block, D head dim of Q and K, DV head dim of V, S stages.
 #pragma once
 
 #include "forward/shapes.cuh"
@@ -9,7 +9,7 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// The operands of one warpgroup in shared memory: Q (64, D, S), K (N, D, S), V (D, N, S).
+// The operands of one warpgroup in shared memory: Q (64, D, S), K (N, D, S), V (DV, N, S).
 template <class Shapes>
 CUTE_DEVICE auto q_operand(typename Shapes::SharedStorage& smem, int warpgroup, int thread) {
   constexpr int kShare = Shapes::Consumers / Shapes::QParts;  // warpgroups of a part
@@ -37,9 +37,9 @@ CUTE_DEVICE auto v_operand(typename Shapes::SharedStorage& smem, int thread) {
 template <class Shapes>
 CUTE_DEVICE void zero_tail_rows_of_v(typename Shapes::SharedStorage& smem, int stage, int first,
                                      int thread) {
-  static_assert(!Shapes::QuantisedV);      // the head dim is contiguous, 8 elements at a time
-  constexpr int kVectors = Shapes::D / 8;  // of a row
-  Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemV{});  // (D, N, S)
+  static_assert(!Shapes::QuantisedV);       // the head dim is contiguous, 8 elements at a time
+  constexpr int kVectors = Shapes::DV / 8;  // of a row
+  Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemV{});  // (DV, N, S)
 #pragma unroll 1
   for (int i = thread; i < (Shapes::N - first) * kVectors; i += kWarpgroup) {
     auto& vector = sV(i % kVectors * 8, first + i / kVectors, stage);

@@ -9,19 +9,19 @@ using namespace cute;
 
 // Elements 4j, ..., 4j + 3 of a thread's accumulator: columns 8j + 2 (lane % 4) and the next one of
 // rows `row` and `row + 8`. O lies in this order, so that a warp's accesses are contiguous:
-// (padded rows / 64, heads, D / 8, 128 threads) of float4. Returns the slice of consumer
+// (padded rows / 64, heads, DV / 8, 128 threads) of float4. Returns the slice of consumer
 // `warpgroup`.
 template <class Shapes>
 CUTE_DEVICE float4* partial_o(ForwardParams<Shapes> const& p, WorkItem const& work, int warpgroup) {
   int64_t const group = work.tile.padded_row0 / 64 + warpgroup;
   return reinterpret_cast<float4*>(p.args.partial_out) +
-         (group * p.heads + work.head) * (Shapes::D / 8 * kWarpgroup);
+         (group * p.heads + work.head) * (Shapes::DV / 8 * kWarpgroup);
 }
 
 // One thread: brings O of earlier hops into L2 for all consumers.
 template <class Shapes>
 CUTE_DEVICE void prefetch_partial(ForwardParams<Shapes> const& p, WorkItem const& work) {
-  constexpr int kBytes = 64 * Shapes::D * sizeof(float);
+  constexpr int kBytes = 64 * Shapes::DV * sizeof(float);
   for (int warpgroup = 0; 64 * warpgroup < work.tile.rows; ++warpgroup) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(partial_o(p, work, warpgroup)),
                  "r"(kBytes)
@@ -56,7 +56,7 @@ template <class Shapes, class Output>
 CUTE_DEVICE void load_partial(ForwardParams<Shapes> const& p, WorkItem const& work, Output& o) {
   float4 const* const at = own_partial_o(p, work);
   CUTE_UNROLL
-  for (int j = 0; j < Shapes::D / 8; ++j) {
+  for (int j = 0; j < Shapes::DV / 8; ++j) {
     float4 const x = at[j * kWarpgroup];
     o(4 * j) = x.x, o(4 * j + 1) = x.y, o(4 * j + 2) = x.z, o(4 * j + 3) = x.w;
   }
@@ -81,7 +81,7 @@ CUTE_DEVICE void merge_earlier(ForwardParams<Shapes> const& p, WorkItem const& w
   }
   float4 const* const at = own_partial_o(p, work);
   CUTE_UNROLL
-  for (int j = 0; j < Shapes::D / 8; ++j) {
+  for (int j = 0; j < Shapes::DV / 8; ++j) {
     float4 const x = at[j * kWarpgroup];
     float const old[4] = {x.x, x.y, x.z, x.w};
     CUTE_UNROLL
@@ -99,7 +99,7 @@ CUTE_DEVICE void store_partial(ForwardParams<Shapes> const& p, WorkItem const& w
   float4* const at = own_partial_o(p, work);
   if (stored[0] && stored[1]) {
     CUTE_UNROLL
-    for (int j = 0; j < Shapes::D / 8; ++j) {
+    for (int j = 0; j < Shapes::DV / 8; ++j) {
       at[j * kWarpgroup] = make_float4(o(4 * j), o(4 * j + 1), o(4 * j + 2), o(4 * j + 3));
     }
     return;
@@ -108,7 +108,7 @@ CUTE_DEVICE void store_partial(ForwardParams<Shapes> const& p, WorkItem const& w
   for (int r = 0; r < 2; ++r) {
     if (!stored[r]) continue;
     CUTE_UNROLL
-    for (int j = 0; j < Shapes::D / 8; ++j) {
+    for (int j = 0; j < Shapes::DV / 8; ++j) {
       float2* const pairs = reinterpret_cast<float2*>(at + j * kWarpgroup);
       pairs[r] = make_float2(o(4 * j + 2 * r), o(4 * j + 2 * r + 1));
     }

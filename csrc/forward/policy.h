@@ -62,6 +62,10 @@ template <>
 constexpr ForwardPolicy kForwardPolicy<128, 2, Precision::Native>{
     .stages = 2, .q_stages = 2, .boxed_o = true, .early_elements = 48, .unmasked_rest = 1};
 template <>
+constexpr ForwardPolicy kForwardPolicy<192, 2, Precision::Native>{
+    .stages = 2, .q_stages = 1, .splits_q = true, .early_elements = 48, .unmasked_rest = 1,
+    .releases_q_early = true, .opaque_operands = true};
+template <>
 constexpr ForwardPolicy kForwardPolicy<256, 2, Precision::Native>{
     .stages = 2, .q_stages = 1, .splits_q = true, .early_elements = 16,
     .releases_q_early = true, .sums_rounded = true, .opaque_operands = true};

@@ -1,6 +1,7 @@
 // Shapes, layouts and shared memory of a forward kernel, and its parameters.
 //
-// Letters in shapes: M rows of a tile, N keys of a block, D head dim, S stages.
+// Letters in shapes: M rows of a tile, N keys of a block, D head dim of Q and K, DV head dim of V
+// and O, S stages.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -44,11 +45,11 @@ using AtomOfColumns =
     std::conditional_t<Columns * sizeof(Element) == 64, GMMA::Layout_K_SW64_Atom<Element>,
                        GMMA::Layout_K_SW128_Atom<Element>>;
 
-// V as the B operand of P V, (D, N, S). The head dim is contiguous, or the keys are, which the
+// V as the B operand of P V, (DV, N, S). The head dim is contiguous, or the keys are, which the
 // quantisation has transposed.
-template <class Element, int D, int N, int Stages, bool KeysContiguous>
+template <class Element, int DV, int N, int Stages, bool KeysContiguous>
 constexpr auto smem_layout_v() {
-  Shape<Int<D>, Int<N>, Int<Stages>> const shape;
+  Shape<Int<DV>, Int<N>, Int<Stages>> const shape;
   if constexpr (KeysContiguous) {
     return tile_to_shape(AtomOfColumns<Element, N>{}, shape);
   } else {
@@ -58,7 +59,7 @@ constexpr auto smem_layout_v() {
 
 // `Clips_`: the plan's spans are clipped. Other kernels have no code for it.
 template <class Element_, int HeadDim_, int TileN_, int Consumers_,
-          Precision Precision_ = Precision::Native, bool Clips_ = false>
+          Precision Precision_ = Precision::Native, bool Clips_ = false, int VDim_ = HeadDim_>
 struct ForwardShapes {
   using Element = Element_;  // of O
   using Types = OperandTypes<Element, Precision_>;
@@ -72,6 +73,8 @@ struct ForwardShapes {
   static constexpr bool MayOverflow = !QuantisedV;  // P V; e4m3 P is at most 448
   using Args = std::conditional_t<Quantised, QuantisedForwardArgs, ForwardArgs>;
   static constexpr int D = HeadDim_;
+  static constexpr int DV = VDim_;
+  static_assert(DV == D || !Quantised);
   static constexpr int N = TileN_;
   static constexpr int Consumers = Consumers_;  // warpgroups, of 64 rows each
   static constexpr int M = 64 * Consumers;
@@ -84,19 +87,19 @@ struct ForwardShapes {
   static constexpr int Threads = kWarpgroup * (Consumers + Producers);
   static constexpr RegisterSplit kRegisters = register_split(Consumers);
 
-  // One warpgroup's products: S (64, N) = Q (64, D) K^T, O (64, D) += P (64, N) V.
+  // One warpgroup's products: S (64, N) = Q (64, D) K^T, O (64, DV) += P (64, N) V.
   using MmaS = decltype(make_tiled_mma(
       GMMA::ss_op_selector<ElementQK, ElementQK, typename Types::Score, Shape<_64, Int<N>, Int<D>>,
                            GMMA::Major::K, GMMA::Major::K>()));
   using MmaO = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<ElementPV, ElementPV, float, Shape<_64, Int<D>, Int<N>>, GMMA::Major::K,
+      GMMA::rs_op_selector<ElementPV, ElementPV, float, Shape<_64, Int<DV>, Int<N>>, GMMA::Major::K,
                            QuantisedV ? GMMA::Major::K : GMMA::Major::MN>()));
 
   using AtomK = AtomOfColumns<ElementQK, D>;
   using SmemQ =
       decltype(tile_to_shape(AtomK{}, Shape<Int<M / QParts>, Int<D>, Int<QParts>, Int<QStages>>{}));
   using SmemK = decltype(tile_to_shape(AtomK{}, Shape<Int<N>, Int<D>, Int<Stages>>{}));
-  using SmemV = decltype(smem_layout_v<ElementPV, D, N, Stages, QuantisedV>());
+  using SmemV = decltype(smem_layout_v<ElementPV, DV, N, Stages, QuantisedV>());
   using Blocks = BlockIterator<N, Quantised, Clips>;
   static_assert(!Quantised || kKeyTile % N == 0);  // a block has one scale of K
 
@@ -104,7 +107,7 @@ struct ForwardShapes {
     alignas(1024) ElementQK q[cosize_v<SmemQ>];
     alignas(1024) ElementQK k[cosize_v<SmemK>];
     alignas(1024) ElementPV v[cosize_v<SmemV>];
-    alignas(1024) Element o[kPolicy.boxed_o ? M * D : 1];  // a box of (16, D) for each warp
+    alignas(1024) Element o[kPolicy.boxed_o ? M * DV : 1];  // a box of (16, DV) for each warp
     alignas(16) cutlass::arch::ClusterTransactionBarrier q_full[QStages][QParts];
     alignas(16) cutlass::arch::ClusterTransactionBarrier k_full[Stages], v_full[Stages];
     alignas(16) cutlass::arch::ClusterBarrier q_empty[QStages][QParts];

@@ -11,7 +11,7 @@ using namespace cute;
 // Warp-wide: stores O = 0 and the LSE, the sink or -inf, for the rows of a fully masked tile.
 template <class Shapes>
 CUTE_DEVICE void store_empty_tile(ForwardArgs const& a, Tile const& tile, int head, int lane) {
-  constexpr int kEights = Shapes::D / 8;  // of a row of D columns, 16 bytes each
+  constexpr int kEights = Shapes::DV / 8;  // of a row of DV columns, 16 bytes each
   auto* const out = static_cast<typename Shapes::Element*>(a.out.data) + head * a.out.head_stride;
 #pragma unroll 1  // few registers
   for (int i = lane; i < tile.rows * kEights; i += kWarp) {

@@ -15,14 +15,20 @@ namespace ringfa3 {
 using namespace cute;
 
 // A box in shared memory consists of slabs of (rows, 128 bytes) with a 128-byte swizzle, as the
-// GMMA layouts SW128 of Q, K and V describe them. Rows of 64 bytes have one slab and a 64-byte
-// swizzle (SW64).
+// GMMA layouts SW128 of Q, K and V describe them. Slabs of 64 or 32 bytes have a swizzle of as many
+// (SW64, SW32).
 constexpr int kSlab = 64;  // columns of 16-bit elements
 
 template <class Element>
 constexpr int slab_columns(int columns) {
   int const most = 128 / static_cast<int>(sizeof(Element));
   return columns < most ? columns : most;
+}
+
+constexpr CUtensorMapSwizzle swizzle_of(int slab_bytes) {
+  return slab_bytes == 32   ? CU_TENSOR_MAP_SWIZZLE_32B
+         : slab_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                            : CU_TENSOR_MAP_SWIZZLE_128B;
 }
 
 using MapEncoder = decltype(&cuTensorMapEncodeTiled);
@@ -60,18 +66,16 @@ bool encode(CUtensorMap& map, Tensor3 const& x, int rows, int width, int boxes =
   auto const encoder = map_encoder();
   return encoder && x.head_dim <= width * boxes &&
          encoder(&map, kType, 3, x.data, shape, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                 columns * sizeof(Element) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                 : CU_TENSOR_MAP_SWIZZLE_128B,
-                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                 swizzle_of(columns * sizeof(Element)), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// One thread: loads rows [row, row + Rows) of a head, D columns from `first_column` on, to `to`;
-// the bytes complete `full`.
-template <int Rows, int D, class Element>
+// One thread: loads rows [row, row + Rows) of a head, D columns from `first_column` on, to `to`, in
+// slabs of `Slab` columns, or the widest; the bytes complete `full`.
+template <int Rows, int D, int Slab = 0, class Element>
 CUTE_DEVICE void load_box(CUtensorMap const& map, cutlass::arch::ClusterTransactionBarrier& full,
                           Element* to, int row, int head, int first_column = 0) {
-  constexpr int kColumns = slab_columns<Element>(D);
+  constexpr int kColumns = slab_columns<Element>(Slab ? Slab : D);
   full.arrive_and_expect_tx(Rows * D * sizeof(Element));
   CUTE_UNROLL
   for (int column = 0; column < D; column += kColumns) {

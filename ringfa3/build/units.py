@@ -65,19 +65,27 @@ class Unit:
     def name(self) -> str:
         precision = "" if self.precision == "native" else self.precision
         form = "short" if self.short else "clips" if self.clips else self.variant
-        parts = (self.direction, f"d{self.head_dim}", DTYPE_NAMES[self.dtype], precision, form)
+        values = "" if self.v_dim == self.head_dim else f"v{self.v_dim}"
+        head_dims = f"d{self.head_dim}", values
+        parts = (self.direction, *head_dims, DTYPE_NAMES[self.dtype], precision, form)
         return "-".join(filter(None, parts))
 
     @property
     def cluster(self) -> int:
         """CTAs that share a tile, as `BackwardShapes::Ctas`."""
-        return 2 if (self.direction, self.head_dim) == ("backward", 256) else 1
+        return 2 if self.direction == "backward" and self.head_dim > 128 else 1
+
+    @property
+    def v_dim(self) -> int:
+        """The head dim of V and O; `head_dim` is that of Q and K."""
+        return 128 if self.head_dim == 192 else self.head_dim
 
     @property
     def defines(self) -> tuple[str, ...]:
         return (
             f"-DRINGFA3_ELEMENT={ELEMENTS[self.dtype]}",
             f"-DRINGFA3_HEAD_DIM={self.head_dim}",
+            f"-DRINGFA3_V_DIM={self.v_dim}",
             f"-DRINGFA3_TILE_M={self.tile_m}",
             f"-DRINGFA3_TILE_N={self.tile_n}",
             f"-DRINGFA3_PRECISION={PRECISIONS[self.precision]}",
@@ -95,6 +103,7 @@ class Unit:
 SHAPES = (  # (direction, precisions, head_dim, tile_m, tile_n)
     ("forward", ("native",), 64, 192, 128),
     ("forward", ("native",), 128, 128, 128),
+    ("forward", ("native",), 192, 128, 128),
     ("forward", ("native",), 256, 128, 80),
     ("forward", ("fp8", "int8"), 64, 192, 128),
     ("forward", ("fp8", "int8"), 128, 192, 64),
@@ -102,6 +111,7 @@ SHAPES = (  # (direction, precisions, head_dim, tile_m, tile_n)
     ("forward", ("int8",), 256, 128, 64),
     ("backward", ("native",), 64, 128, 128),
     ("backward", ("native",), 128, 64, 128),
+    ("backward", ("native",), 192, 64, 128),
     ("backward", ("native",), 256, 64, 128),
     ("backward", ("dequantised",), 64, 128, 128),
     ("backward", ("dequantised",), 128, 64, 128),

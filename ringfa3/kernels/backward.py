@@ -32,10 +32,9 @@ from ringfa3.planning.work_split import SHARED, split_work
 if TYPE_CHECKING:  # imported where it is used: `python -m ringfa3.build` runs without kernels
     from ringfa3.build.units import Unit
 
-DQ_TILE = 64 * 64  # floats of a dQ tile, which a warpgroup adds to dQ at once
 WORD = 4  # bytes
 # of LSE or D of a row, by head dim: `BackwardShapes::Statistic`
-STATISTIC_WORDS = {64: 4, 128: 4, 256: 1}
+STATISTIC_WORDS = {64: 4, 128: 4, 192: 1, 256: 1}
 
 
 class PaddedRows(ctypes.Structure):
@@ -98,10 +97,10 @@ _pack_postprocess = packer(PostprocessArgs)
 class BackwardPass:
     """`reference.BackwardPass` on the GPU: preprocesses at once, then takes hops in any order.
 
-    Head dims are multiples of 8 up to that of `unit`. V may have more columns than dout and out, if
-    these are zeros. LSE, D and the float32 dQ live in the plan's padded rows, in workspace of
-    O(tokens); dQ has the head dim of `unit` there. Kernels add to
-    dQ in place, in one order if `deterministic`. All run on one stream: the stream that is current
+    Head dims are multiples of 8 up to those of `unit`. V may have more columns than dout and out,
+    which must be zeros; dV beyond `unit.v_dim` is not written. LSE, D and float32 dQ live in the
+    plan's padded rows, in workspace of O(tokens); dQ has the head dim of `unit` there. Kernels add
+    to dQ in place, in one order if `deterministic`. All run on one stream: that which is current
     when the pass is made must be current at each hop, too.
     """
 
@@ -143,7 +142,7 @@ class BackwardPass:
         rows = heads * count * unit.tile_m
         # The words of each call of `hop`, of which the rank's own keys may take two: its work
         # counter, then its semaphores of dQ. The preprocess kernel sets them to 0.
-        self._words_per_call = 1 + (rows * width // DQ_TILE if deterministic else 0)
+        self._words_per_call = 1 + (rows * width // dq_tile(unit) if deterministic else 0)
         self._calls, self._hop = plan.num_hops + 1, 0
         num_words = self._calls * self._words_per_call
         # statistics (heads, num_blocks, 2, M), dQ (heads, num_blocks, M * D), words
@@ -206,8 +205,9 @@ class BackwardPass:
         self._hop += 1
         if not len(tiling.tiles):
             return
-        if self.unit.precision == "dequantised":  # the factors follow these columns of K
-            k, v, dk, dv = (x[..., : self.unit.head_dim] for x in (k, v, dk, dv))
+        d, d_v = self.unit.head_dim, self.unit.v_dim
+        if max(k.shape[2] - d, v.shape[2] - d_v) > 0:  # the factors of K, a ring's zeros of V
+            k, v, dk, dv = k[..., :d], v[..., :d_v], dk[..., :d], dv[..., :d_v]
         (k, k_fields), (v, v_fields) = tma_addressable(k), tma_addressable(v)
         kv_heads, heads = k.shape[1], self.q.shape[1] if num_heads is None else num_heads
         tables = self._tables.hops[tiling.hop, kv_heads]
@@ -383,6 +383,11 @@ def _schedule(plan: Plan, unit: Unit, deterministic: bool) -> TileSchedule:
     schedule = plan.backward(unit.tile_n, unit.tile_m, deterministic)[0].schedule
     assert schedule is not None
     return schedule
+
+
+def dq_tile(unit: Unit) -> int:
+    """Floats of a dQ tile, which a warpgroup adds to dQ at once: `BackwardShapes::kDqTile`."""
+    return 64 * (unit.head_dim // 4 if unit.cluster > 1 else 64)
 
 
 def grid_blocks(plan: Plan, tile_m: int) -> npt.NDArray[np.int32]:

@@ -128,9 +128,12 @@ class BackwardKernel(NamedTuple):
     make_pass: Callable[..., BackwardPass]
 
 
-def select_forward(q: torch.Tensor, plan: Plan) -> ForwardKernel:
-    """The forward of a plan for queries like `q` (t, h, d), compiled at its first use."""
-    unit = _select_unit("forward", q, clips=plan.clips)
+def select_forward(q: torch.Tensor, plan: Plan, v_dim: int | None = None) -> ForwardKernel:
+    """The forward of a plan for queries like `q` (t, h, d), compiled at its first use.
+
+    v_dim: the head dim of out, and of V without columns of zeros; None: that of q.
+    """
+    unit = _select_unit("forward", q, clips=plan.clips, v_dim=v_dim)
     if unit is None:
         return ForwardKernel(
             reference.TILE_M,
@@ -144,7 +147,7 @@ def select_forward(q: torch.Tensor, plan: Plan) -> ForwardKernel:
         unit.tile_m,
         partial(forward.attend, unit),
         partial(forward.new_partial_out, unit),
-        partial(forward.read_partial_out, q.shape[-1]),
+        partial(forward.read_partial_out, min(unit.v_dim, q.shape[-1])),
         takes_arrivals=True,
     )
 
@@ -176,11 +179,12 @@ def select_quantised(q: torch.Tensor, precision: str) -> QuantisedForward:
 
 
 def select_backward(
-    q: torch.Tensor, precision: str = "native", clips: bool = False
+    q: torch.Tensor, precision: str = "native", clips: bool = False, v_dim: int | None = None
 ) -> BackwardKernel:
     """As `select_forward`, for the backward of a call with a precision; clips: `Plan.clips`."""
     native = precision == "native"
-    unit = _select_unit("backward", q, "native" if native else "dequantised", clips=clips)
+    of = "native" if native else "dequantised"
+    unit = _select_unit("backward", q, of, clips=clips, v_dim=v_dim)
     if unit is None:
         fallback = partial(reference.BackwardPass, dequantised=not native)
         return BackwardKernel(reference.TILE_N, reference.TILE_M, fallback)
@@ -188,13 +192,18 @@ def select_backward(
 
 
 def select_local_kv(
-    direction: str, k: torch.Tensor, plan: ContextPlan, precision: str = "native"
+    direction: str,
+    k: torch.Tensor,
+    plan: ContextPlan,
+    precision: str = "native",
+    v_dim: int | None = None,
 ) -> local_kv.LocalKV:
     """What moves a rank's local K/V in a pass of several ranks, for its K (t, hk, d).
 
     precision: of the call; a backward in 8 bits has the K of `DequantisedInputs`.
+    v_dim: as in `select_forward`.
     """
-    unit = _select_unit(direction, *_attended(k, precision))
+    unit = _select_unit(direction, *_attended(k, precision), v_dim=v_dim)
     if unit is None:
         return local_kv.LocalKVReference(plan, k.device)
     return local_kv.LocalKVKernels(unit, plan)
@@ -208,12 +217,16 @@ def _attended(k: torch.Tensor, precision: str) -> tuple[torch.Tensor, str]:
 
 
 def _select_unit(
-    direction: str, q: torch.Tensor, precision: str = "native", clips: bool = False
+    direction: str,
+    q: torch.Tensor,
+    precision: str = "native",
+    clips: bool = False,
+    v_dim: int | None = None,
 ) -> Unit | None:
     """The unit to run; None for the PyTorch fallback, which is logged on a GPU."""
-    reason = fallback_reason(direction, q, precision, clips)
+    reason = fallback_reason(direction, q, precision, clips, v_dim)
     if reason is None:
-        unit = unit_for(direction, q, precision)
+        unit = unit_for(direction, q, precision, v_dim)
         return _clipping(unit) if unit is not None and clips else unit
     if q.is_cuda:
         log_fallback(reason)
@@ -221,14 +234,18 @@ def _select_unit(
 
 
 def fallback_reason(
-    direction: str, q: torch.Tensor, precision: str = "native", clips: bool = False
+    direction: str,
+    q: torch.Tensor,
+    precision: str = "native",
+    clips: bool = False,
+    v_dim: int | None = None,
 ) -> str | None:
     """Why the PyTorch fallback runs a direction for queries like `q` (t, h, d).
 
     None if a kernel runs it; this call compiles the kernel if the cache does not have it, but not
-    its short unit, which the first plan that takes it compiles.
+    its short unit, which the first plan that takes it compiles. v_dim: as in `select_forward`.
     """
-    unit = unit_for(direction, q, precision)
+    unit = unit_for(direction, q, precision, v_dim)
     if unit is not None and gpu_elsewhere() is not None:
         return None
     if unit is None:
@@ -242,32 +259,47 @@ def _clipping(unit: Unit) -> Unit:
     return replace(unit, clips=True)
 
 
-def unit_for(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
-    """The unit of a direction for queries like `q` (t, h, d); None: there is no kernel."""
+def unit_for(
+    direction: str, q: torch.Tensor, precision: str = "native", v_dim: int | None = None
+) -> Unit | None:
+    """The unit of a direction for queries like `q` (t, h, d); None: there is no kernel.
+
+    v_dim: as in `select_forward`.
+    """
     if gpu_elsewhere() is not None:
-        return narrowest_unit(direction, q.dtype, q.shape[-1], precision)
+        return narrowest_unit(direction, q.dtype, q.shape[-1], precision, v_dim)
     if not q.is_cuda:
         return None
-    return _unit_for(direction, q.device, q.dtype, q.shape[-1], precision)
+    return _unit_for(direction, q.device, q.dtype, q.shape[-1], precision, v_dim)
 
 
 @lru_cache(None)
 def _unit_for(
-    direction: str, device: torch.device, dtype: torch.dtype, head_dim: int, precision: str
+    direction: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    precision: str,
+    v_dim: int | None,
 ) -> Unit | None:
     if torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    return narrowest_unit(direction, dtype, head_dim, precision)
+    return narrowest_unit(direction, dtype, head_dim, precision, v_dim)
 
 
 @lru_cache(None)
 def narrowest_unit(
-    direction: str, dtype: torch.dtype, head_dim: int, precision: str = "native"
+    direction: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    precision: str = "native",
+    v_dim: int | None = None,
 ) -> Unit | None:
     """The unit that takes tensors of a head dim on Hopper; None: there is none.
 
     A unit of attention in 16 bits takes multiples of 8 up to its own head dim, as `Tensor3` in
-    csrc/params.h says; other units take their own alone.
+    csrc/params.h says. Other units take their own alone, and so do units with a narrower V.
+    v_dim: as in `select_forward`.
     """
     from ringfa3.build.units import UNITS
 
@@ -278,7 +310,12 @@ def narrowest_unit(
     units = [u for u in units if not u.short and not u.clips]
     if direction == "quantise" or precision != "native" or head_dim % HEAD_DIM_STEP:
         units = [u for u in units if u.head_dim == head_dim]
-    fitting = (u for u in units if u.head_dim >= head_dim)
+    own = head_dim, v_dim
+    fitting = (
+        u
+        for u in units
+        if (u.head_dim, u.v_dim) == own or (u.head_dim == u.v_dim and u.head_dim >= head_dim)
+    )
     return min(fitting, key=lambda u: u.head_dim, default=None)
 
 

@@ -69,8 +69,8 @@ def attend(
     """`reference.attend` on the GPU: one hop, tiles of `unit.tile_m` rows; shapes as there, but
     `partial_out` from `new_partial_out`.
 
-    The head dims of q and k, and of v and out, are multiples of 8 up to that of `unit`; v may have
-    more columns than out. Inputs that TMA cannot address are copied: their strides of tokens and
+    The head dims of q and k, and of out, are multiples of 8 up to those of `unit`; v may have more
+    columns than out. Inputs that TMA cannot address are copied: their strides of tokens and
     heads, and their first byte, must be whole 16 bytes. Calls may run on any number of streams at
     once, and in CUDA graphs that replay concurrently.
 
@@ -88,6 +88,8 @@ def attend(
     """
     if store_if_fully_masked(tiling, out, lse, sink):
         return
+    if v.shape[-1] > unit.v_dim:  # columns of zeros, as in a ring
+        v = v[..., : unit.v_dim]
     tokens, kv_heads, head_dim = k.shape
     stream = CurrentStream.of(q.device)
     uploaded = tables(tiling, stream, unit.clips)
@@ -109,7 +111,7 @@ def attend(
         0 if arrivals is None else arrivals.data_ptr(),
         work.data_ptr(),
         len(tiling.tiles),
-        head_section(q, kv_heads, 2 * tokens * head_dim * k.itemsize),
+        head_section(q, kv_heads, tokens * (head_dim + v.shape[-1]) * k.itemsize),
         num_ctas(q.device),
         scale,
     )
@@ -156,10 +158,10 @@ def head_section(q: torch.Tensor, kv_heads: int, bytes_per_head: int) -> int:
 def new_partial_out(unit: Unit, q: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The float32 O between hops for queries like q (t, h, d), uninitialised.
 
-    It is (padded rows, h, the head dim of `unit`); `partial_out_index` tells its order.
+    It is (padded rows, h, `unit.v_dim`); `partial_out_index` tells its order.
     """
     rows = int(plan.padded_rows(unit.tile_m)[-1])
-    return q.new_empty((rows, q.shape[1], unit.head_dim), dtype=torch.float32)
+    return q.new_empty((rows, q.shape[1], unit.v_dim), dtype=torch.float32)
 
 
 def read_partial_out(head_dim: int, partial_out: torch.Tensor, tiling: Tiling) -> torch.Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ringfa3.attention_op import with_columns
 from ringfa3.kernels.dispatch import select_local_kv
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.pass_interface import Attend, HopTensors, LocalHeads
@@ -192,7 +193,7 @@ class P2PRingPass:
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
-        self._local = (k, v)
+        self._local, self._v_dim = (k, with_columns(v, k.shape[2])), v.shape[2]
         contiguous = [x.contiguous() for x in self._local]
         kv, grads = self._regions(k, v)
         self._kv = ArrivingKV(self._exchange, contiguous, self._pass_type, regions=kv)
@@ -241,6 +242,7 @@ class P2PRingPass:
             grads.add(launch)
             moving = start_exchange(self._transport, grads.messages(launch + 1))
         dtype = self._local[0].dtype
-        local_kv = select_local_kv(self._pass_type, self._local[0], self._plan, self.precision)
+        k = self._local[0]
+        local_kv = select_local_kv("backward", k, self._plan, self.precision, self._v_dim)
         self.grads = local_kv.round_gradients(grads.local, None, dtype)
         del self._grads

@@ -188,7 +188,7 @@ def prepare_call(
             if sink:
                 settings = Settings({**settings, "sink": "given"})
             validated = _Validated(settings, settings, mode)
-            _build_kernels(q, plan, direction, precision, deterministic)
+            _build_kernels(q, v.shape[2], plan, direction, precision, deterministic)
             if direction == "forward" and precision != "native":  # the order of V in records
                 kernel = type(select_quantised(q, precision)).__name__
                 settings = Settings({**settings, "8-bit forward": kernel})
@@ -287,7 +287,12 @@ def _validate(
 
 
 def _build_kernels(
-    q: torch.Tensor, plan: ContextPlan, direction: str, precision: str, deterministic: bool
+    q: torch.Tensor,
+    v_dim: int,
+    plan: ContextPlan,
+    direction: str,
+    precision: str,
+    deterministic: bool,
 ) -> None:
     """Builds missing kernels while no rank waits in a hop."""
     ordered = deterministic and direction == "backward"
@@ -298,9 +303,9 @@ def _build_kernels(
         select_quantised(q, precision)  # also what rounds in a backward
     for hops in forms if direction == "backward" or precision == "native" else ():
         if direction == "forward":
-            select_forward(q, hops)
+            select_forward(q, hops, v_dim)
         else:
-            select_backward(q, precision, hops.clips)
+            select_backward(q, precision, hops.clips, v_dim)
 
 
 def _settings(

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from ringfa3.attention_op import out_shape, with_columns
+from ringfa3.attention_op import out_shape
 from ringfa3.kernels.dispatch import BackwardPass, select_backward, select_forward
 from ringfa3.kernels.reference import accum_dtype
 from ringfa3.pass_interface import HopTensors, RingPass
@@ -38,7 +38,8 @@ def forward_hops(
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of all hops. The sink counts at each row's last hop."""
-    kernel = select_forward(q, call.plan.hops.clipped)  # which `prepare_call` has built
+    # which `prepare_call` has built
+    kernel = select_forward(q, call.plan.hops.clipped, v.shape[-1])
     hops = ring_pass.hops.clipped
     tilings = hops.forward(kernel.tile_m)
     out = q.new_empty(out_shape(q, v))
@@ -50,7 +51,7 @@ def forward_hops(
         more = () if x.arrivals is None else (x.arrivals,)
         kernel.attend(q, x.k, x.v, tilings[hop], scale, out, running, lse, *more, sink=sink)
 
-    ring_pass.start(k, _padded_v(v, k, call.plan.world), kernel.takes_arrivals)
+    ring_pass.start(k, v, kernel.takes_arrivals)
     ring_pass.run(attend)
     return out, lse
 
@@ -79,8 +80,8 @@ def _backward_hops(
     """The pass after all hops: it has the float32 dQ, and `ring_pass` has dK and dV."""
     dout, dlse, q, k, v, out, lse, sink = inputs
     hops = ring_pass.hops.of_backward(call.precision, deterministic)
-    kernel = select_backward(q, call.precision, hops.clips)
-    ring_pass.start(k, _padded_v(v, k, call.plan.world))
+    kernel = select_backward(q, call.precision, hops.clips, v.shape[2])
+    ring_pass.start(k, v)
     tilings = hops.backward(kernel.tile_n, kernel.tile_m, deterministic)
     heads_of_calls = k.shape[1], ring_pass.first_heads
     backward = kernel.make_pass(
@@ -96,8 +97,3 @@ def _backward_hops(
 
     ring_pass.run(attend)
     return backward
-
-
-def _padded_v(v: torch.Tensor, k: torch.Tensor, world: int) -> torch.Tensor:
-    """V with the head dim of k where ranks send the K and V of a row together."""
-    return with_columns(v, k.shape[2]) if world > 1 else v

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, get_args
 import torch
 
 from ringfa3 import host
+from ringfa3.attention_op import with_columns
 from ringfa3.kernels.dispatch import select_local_kv
 from ringfa3.kernels.launch import num_ctas
 from ringfa3.kernels.local_kv import LocalKV, Returns
@@ -238,7 +239,7 @@ class SymmetricRingPass:
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; publishes k and v."""
         plan, builder = self._plan, current_builder()
-        self._local = (k, v)
+        self._local, self._v_dim = (k, with_columns(v, k.shape[2])), v.shape[2]
         if builder is None:
             steps = self._known_steps(k, waits_in_kernel)
             spec = self._spec
@@ -267,7 +268,7 @@ class SymmetricRingPass:
         self, memory: Memory, k: torch.Tensor, spec: BufferSpec, parity: int, waits_in_kernel: bool
     ) -> PreparedSteps:
         direction = "backward" if self._pass_type == "backward" else "forward"
-        local_kv = self.make_local_kv(direction, k, self._plan, self.precision)
+        local_kv = self.make_local_kv(direction, k, self._plan, self.precision, self._v_dim)
         given = self._plan, self._pass_type, spec, parity, local_kv, waits_in_kernel
         return _prepare_steps(memory, *given)
 

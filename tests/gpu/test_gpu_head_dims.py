@@ -20,11 +20,12 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def unit(direction: str, head_dims: tuple[int, int], dtype: torch.dtype = DTYPES[0]) -> Unit:
-    q = torch.empty(0, 1, head_dims[0], device="cuda", dtype=dtype)
-    assert dispatch.fallback_reason(direction, q) is None
-    found = dispatch.unit_for(direction, q)
+    d, d_v = head_dims
+    q = torch.empty(0, 1, d, device="cuda", dtype=dtype)
+    assert dispatch.fallback_reason(direction, q, v_dim=d_v) is None
+    found = dispatch.unit_for(direction, q, v_dim=d_v)
     assert found is not None
-    assert found.head_dim > head_dims[0]
+    assert found.head_dim > d or (found.head_dim, found.v_dim) == head_dims
     return found
 
 

@@ -119,13 +119,19 @@ def test_a_compiler_lays_structures_out_as_python_does(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_clusters_and_statistics_are_those_of_the_backward_s_shapes(tmp_path: Path) -> None:
-    """`Unit.cluster` and `STATISTIC_WORDS`, against what `BackwardShapes` makes of its policy."""
+    """`Unit.cluster`, `STATISTIC_WORDS` and `dq_tile`, against what `BackwardShapes` makes of its
+    policy."""
     shapes = (source_folder() / "backward" / "shapes.cuh").read_text()
     declared = [
         re.findall(pattern, shapes)
-        for pattern in (r"static constexpr int Ctas = .*?;", r"using Statistic = .*?;")
+        for pattern in (
+            r"static constexpr int Ctas = .*?;",
+            r"using Statistic = .*?;",
+            r"static constexpr int kDqColumns = .*?;",
+            r"static constexpr int kDqTile = .*?;",
+        )
     ]
-    assert [len(found) for found in declared] == [1, 1]
+    assert [len(found) for found in declared] == [1] * 4
     headers = f"""
         #include <type_traits>
         #include "backward/policy.h"
@@ -134,14 +140,20 @@ def test_clusters_and_statistics_are_those_of_the_backward_s_shapes(tmp_path: Pa
         using std::conditional_t;
         template <int D> struct Shapes {{
           static constexpr BackwardPolicy kPolicy = kBackwardPolicy<D>;
-          {declared[0][0]}
-          {declared[1][0]}
+          {" ".join(found[0] for found in declared)}
         }};"""
-    clusters = {unit.head_dim: unit.cluster for unit in UNITS if unit.direction == "backward"}
+    units = {unit.head_dim: unit for unit in UNITS if unit.direction == "backward"}
+    clusters = {d: unit.cluster for d, unit in units.items()}
     assert clusters.keys() == backward.STATISTIC_WORDS.keys()
     prints = [
-        f'printf("%d %zu\\n", Shapes<{d}>::Ctas, sizeof(Shapes<{d}>::Statistic));' for d in clusters
+        f'printf("%d %zu %d\\n", Shapes<{d}>::Ctas, sizeof(Shapes<{d}>::Statistic), '
+        f"Shapes<{d}>::kDqTile);"
+        for d in clusters
     ]
     said = printed(tmp_path, headers, " ".join(prints))
     words = backward.STATISTIC_WORDS
-    assert said == [x for d in clusters for x in (clusters[d], words[d] * backward.WORD)]
+    assert said == [
+        x
+        for d, unit in units.items()
+        for x in (clusters[d], words[d] * backward.WORD, backward.dq_tile(unit))
+    ]

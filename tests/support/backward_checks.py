@@ -81,7 +81,7 @@ def problem(
     """
     torch.manual_seed(seed)
     dtype = getattr(torch, unit.dtype)
-    d, d_v = head_dims or (unit.head_dim, unit.head_dim)
+    d, d_v = head_dims or (unit.head_dim, unit.v_dim)
     t, n = (sum(x) for x in zip(*lengths, strict=True))
     h, hk = heads
     if t == n and seed % 2:
@@ -243,9 +243,9 @@ def hops_hold_the_gate(
 ) -> None:
     """Three ranks of a ring, run one after another on one device; head_dims as for `problem`.
 
-    V has columns of zeros up to the head dim of K. dQ is summed over all hops. Each hop stores dK
-    and dV in buffers of NaN, from the first to the last key that the rank sees. The local keys'
-    first KV head runs first, the second last.
+    V has columns of zeros up to the head dim of K, dV up to `unit.v_dim`. dQ is summed
+    over all hops. Each hop stores dK and dV in buffers of NaN, from the first to the last key that
+    the rank sees. The local keys' first KV head runs first, the second last.
     """
     lengths, world, heads = [300, 1, 140, 64], 3, (4, 2)
     p = problem(
@@ -279,7 +279,7 @@ def hops_hold_the_gate(
     for run, at in zip(runs, here, strict=True):
         dq[at] = run.dq()
     dk, dv = gradients.to(dq.dtype)
-    assert (dv[..., d_v:d] == 0).all()
+    assert (dv[..., d_v : min(d, unit.v_dim)] == 0).all()
     hold_gate([dq, dk[..., :d], dv[..., :d_v]], p, f"{world} ranks")
 
 

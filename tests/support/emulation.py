@@ -247,9 +247,11 @@ class Machine:
         self._kept.clear()
 
 
-def unit(direction: str, q: torch.Tensor, precision: str = "native") -> Unit:
-    """The unit for tensors like q (t, h, d)."""
-    found = dispatch.narrowest_unit(direction, q.dtype, q.shape[-1], precision)
+def unit(
+    direction: str, q: torch.Tensor, precision: str = "native", v_dim: int | None = None
+) -> Unit:
+    """The unit for tensors like q (t, h, d), and V of head dim `v_dim`, by default d."""
+    found = dispatch.narrowest_unit(direction, q.dtype, q.shape[-1], precision, v_dim)
     assert found is not None
     return found
 

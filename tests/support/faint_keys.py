@@ -146,6 +146,7 @@ def hops_hold_the_gate(unit: Unit, case: int, device: str = "cuda", most: int = 
     rng = random.Random(case)
     n, t, d = rng.randint(64, most), rng.randint(1, 40), unit.head_dim
     x = rows(rng, getattr(torch, unit.dtype), d, device, [(t, n)], sinks=False)
+    x.v = x.v[..., : unit.v_dim]
     cuts = sorted(rng.sample(range(1, n), rng.randint(1, 3)))
     pieces = list(zip([0, *cuts], [*cuts, n], strict=True))
     rng.shuffle(pieces)
@@ -159,7 +160,7 @@ def in_hops(
     """out and LSE of one sequence, of hops over keys [a, b) of `pieces`."""
     (t, n), heads = x.lengths[0], x.q.shape[1]
     plan = plan_local(np.array([t]), np.array([n]), *x.window)
-    out = torch.full_like(x.q, torch.nan)
+    out = x.q.new_full((*x.q.shape[:2], x.v.shape[-1]), torch.nan)
     lse = torch.full((heads, t), torch.nan, device=x.q.device)
     running = empty_partial_out(unit, plan, heads, str(x.q.device))
     for hop in split_into_hops(plan.forward(unit.tile_m)[0], pieces):
@@ -176,11 +177,11 @@ def later_keys_keep_their_weight(unit: Unit, device: str = "cuda") -> None:
     hop.tiles["flags"] = 0
     for before in (1.37 * 2**10, 1.4 * 2**20, 1.37 * 2**23):
         q, k = (torch.zeros(m, 1, d, dtype=dtype, device=device) for m in (t, n))
-        v = torch.rand(n, 1, d, device=device).to(dtype)
+        v = torch.rand(n, 1, unit.v_dim, device=device).to(dtype)
         running = empty_partial_out(unit, plan, 1, device).zero_()
         lse = torch.full((1, t), math.log(before), device=device)
-        forward.attend(unit, q, k, v, hop, 1.0, torch.empty_like(q), running, lse)
-        got = running.view(-1)[forward.partial_out_index(hop, 1, d).to(device)].double()
+        forward.attend(unit, q, k, v, hop, 1.0, q.new_empty(t, 1, unit.v_dim), running, lse)
+        got = running.view(-1)[forward.partial_out_index(hop, 1, unit.v_dim).to(device)].double()
         ref = v.double().sum(0) / (before + n)
         error = largest(got / ref - 1)
         bound = torch.finfo(dtype).eps / 2 + 2**-16

@@ -108,9 +108,11 @@ class FakeKernels:
             function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
             return function
 
-        def unit_for(direction: str, q: torch.Tensor, precision: str = "native") -> Unit | None:
+        def unit_for(
+            direction: str, q: torch.Tensor, precision: str = "native", v_dim: int | None = None
+        ) -> Unit | None:
             dtype = str(q.dtype).removeprefix("torch.")
-            return dispatch.narrowest_unit(direction, dtype, q.shape[-1], precision)
+            return dispatch.narrowest_unit(direction, dtype, q.shape[-1], precision, v_dim)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "_entry", entry)

@@ -167,7 +167,8 @@ def hops_with_offset_scores_hold_the_gate(
     t, n, heads, d, dtype = 500, 480, 2, unit.head_dim, getattr(torch, unit.dtype)
     pieces = ((0, 60), (60, 290), (290, n))
     last_block = slice(n - 128, n)  # of keys; the causal rows that reach it visit it first
-    q, k, v = (torch.randn(m, heads, d, device=device).to(dtype) for m in (t, n, n))
+    shapes = (t, heads, d), (n, heads, d), (n, heads, unit.v_dim)
+    q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
     q[..., 0] = 8
     for i, offsets in enumerate(((0, 0, 0), (0, -8, -30), (0, -100, 0), (-100, 0, -100))):
         for a, b, c in product((0, 1), repeat=3):
@@ -182,7 +183,7 @@ def hops_with_offset_scores_hold_the_gate(
             k[..., 0] = (nats / (8 * d**-0.5)).to(k)[:, None]
             plan = plan_local(np.array([t]), np.array([n]), -1, right)
             whole = plan.forward(unit.tile_m)[0]
-            out = torch.full_like(q, torch.nan)
+            out = q.new_full((t, heads, unit.v_dim), torch.nan)
             running = empty_partial_out(unit, plan, heads, device)
             lse = torch.full((heads, t), torch.nan, device=device)
             for hop in split_into_hops(whole, pieces[::order]):
@@ -196,10 +197,11 @@ def few_keys_after_many_are_counted(unit: Unit, device: str = "cuda") -> None:
 
     On a GPU O to 5e-6: tensor cores truncate sums, which costs 2.7e-6 on an H200.
     """
-    t, before, n, d = 200, 2**20, 300, unit.head_dim
-    q, k, v = (torch.zeros(m, 1, d, dtype=getattr(torch, unit.dtype)) for m in (t, n, n))
+    t, before, n, d, d_v = 200, 2**20, 300, unit.head_dim, unit.v_dim
+    shapes = (t, 1, d), (n, 1, d), (n, 1, d_v)
+    q, k, v = (torch.zeros(shape, dtype=getattr(torch, unit.dtype)) for shape in shapes)
     v.normal_(1, 1)
-    old = torch.rand(t, 1, d)
+    old = torch.rand(t, 1, d_v)
     ref = (before * old.double() + v.double().sum(0)) / (before + n)
     q, k, v = (x.to(device) for x in (q, k, v))
     lse = torch.full((1, t), math.log(before), device=device)
@@ -207,9 +209,9 @@ def few_keys_after_many_are_counted(unit: Unit, device: str = "cuda") -> None:
     hop = plan.forward(unit.tile_m)[0]
     hop.tiles["flags"] = 0
     running = empty_partial_out(unit, plan, 1, device)
-    at = forward.partial_out_index(hop, 1, d).to(device)
+    at = forward.partial_out_index(hop, 1, d_v).to(device)
     running.view(-1)[at] = old.to(device)
-    forward.attend(unit, q, k, v, hop, d**-0.5, torch.empty_like(q), running, lse)
+    forward.attend(unit, q, k, v, hop, d**-0.5, q.new_empty(t, 1, d_v), running, lse)
     error = (running.view(-1)[at].cpu().double() - ref).abs().max()
     assert error < (5e-6 if running.is_cuda else 1e-6)
     assert (lse - math.log(before + n)).abs().max().item() < 1e-5
@@ -227,7 +229,8 @@ def merged_hops_are_as_exact_as_one_launch(unit: Unit, device: str = "cuda") -> 
     plan = plan_local(np.array([t]), np.array([n]), -1, -1)
     whole = plan.forward(unit.tile_m)[0]
     hops = split_into_hops(whole, ((0, n // 2), (n // 2, n)))
-    q, k, noise = (torch.randn(m, 1, d, device=device) for m in (t, n, n))
+    shapes = (t, 1, d), (n, 1, d), (n, 1, unit.v_dim)
+    q, k, noise = (torch.randn(shape, device=device) for shape in shapes)
     q[..., 0] = 8
     for nats, (first, second) in product(
         (0, 40, -40, 60, -60, 120, -120), ((1, 1), (large, 1), (1, large), (large, large))
@@ -241,7 +244,7 @@ def merged_hops_are_as_exact_as_one_launch(unit: Unit, device: str = "cuda") -> 
         ref, ref_lse = plain(*(x.double() for x in inputs), [(t, n)], (-1, -1))
         errors = []
         for tilings in ([whole], hops):
-            out = torch.full_like(inputs[0], torch.nan)
+            out = torch.full_like(inputs[2][:t], torch.nan)
             running = empty_partial_out(unit, plan, 1, device)
             lse = torch.full((1, t), torch.nan, device=device)
             for tiling in tilings:

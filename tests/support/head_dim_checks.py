@@ -71,8 +71,8 @@ def forward_keeps_to_its_columns(unit: Unit, head_dims: tuple[int, int], device:
 
 
 def forward_hops_hold_the_gate(unit: Unit, head_dims: tuple[int, int], device: str) -> None:
-    """Three hops, whose float32 O between them has the unit's head dim. V has d columns, as in a
-    ring: zeros beyond d_v."""
+    """Three hops, whose float32 O between them has the unit's head dim of V. V has d columns, as in
+    a ring: zeros beyond d_v."""
     d, d_v = head_dims
     dtype, t, n = getattr(torch, unit.dtype), unit.tile_m + 37, 300
     torch.manual_seed(1)
@@ -83,13 +83,13 @@ def forward_hops_hold_the_gate(unit: Unit, head_dims: tuple[int, int], device: s
     out = torch.full((t, 2, d_v), torch.nan, device=device, dtype=dtype)
     lse = torch.full((2, t), torch.nan, device=device)
     running = forward.new_partial_out(unit, q, plan).fill_(torch.nan)
-    assert running.shape[2] == unit.head_dim
+    assert running.shape[2] == unit.v_dim
     hops = forward_checks.split_into_hops(whole, ((0, 60), (60, 200), (200, n)))
     for hop, flags in zip(hops, (FIRST, 0, LAST), strict=True):
         hop.tiles["flags"] = flags
         forward.attend(unit, q, k, F.pad(v, (0, d - d_v)), hop, d**-0.5, out, running, lse)
         if not flags & LAST:
-            assert forward.read_partial_out(d, running, whole).isfinite().all()
+            assert forward.read_partial_out(d_v, running, whole).isfinite().all()
     forward_checks.hold_gate((out, lse), (q, k, v), [(t, n)], (-1, -1), f"d {head_dims}, hops")
 
 

@@ -31,10 +31,20 @@ def _inputs(unit: Unit, device: str) -> Tensors:
     """q, k, v and sink."""
     t, n = (sum(x) for x in zip(*LENGTHS, strict=True))
     dtype = getattr(torch, unit.dtype)
-    shapes = (t, HEADS[0]), (n, HEADS[1]), (n, HEADS[1])
     torch.manual_seed(0)
-    qkv = [torch.randn(*shape, unit.head_dim, device=device).to(dtype) for shape in shapes]
+    qkv = [torch.randn(shape, device=device).to(dtype) for shape in _shapes(unit, t, n)]
     return [*qkv, torch.tensor(SINKS, device=device)]
+
+
+def _shapes(unit: Unit, t: int, n: int) -> tuple[tuple[int, int, int], ...]:
+    """Of q, k and v, with t queries and n keys."""
+    d, d_v = unit.head_dim, unit.v_dim
+    return (t, HEADS[0], d), (n, HEADS[1], d), (n, HEADS[1], d_v)
+
+
+def _out(unit: Unit, q: torch.Tensor) -> torch.Tensor:
+    """O of q, NaN."""
+    return q.new_full((*q.shape[:2], unit.v_dim), torch.nan)
 
 
 def _mask(device: str) -> torch.Tensor:
@@ -69,7 +79,7 @@ def forward_holds_the_gate(unit: Unit, device: str) -> None:
     plan = plan_local(*(np.array(n) for n in zip(*LENGTHS, strict=True)), -1, 0)
     tiling = plan.forward(unit.tile_m)[0]
     assert (tiling.tiles["num_spans"] == 0).any()
-    out = torch.full_like(inputs[0], torch.nan)
+    out = _out(unit, inputs[0])
     lse = torch.full((HEADS[0], len(out)), torch.nan, device=device)
     q, k, v, sink = inputs
     forward.attend(unit, q, k, v, tiling, unit.head_dim**-0.5, out, out[:0], lse, sink=sink)
@@ -80,7 +90,7 @@ def nothing_is_seen(unit: Unit, device: str) -> None:
     """No row sees a key, so no kernel runs: output 0, and the sink as LSE."""
     q, k, v, sink = _inputs(unit, device)
     tiling = plan_local(np.array([len(q)]), np.array([0]), -1, 0).forward(unit.tile_m)[0]
-    out = torch.full_like(q, torch.nan)
+    out = _out(unit, q)
     lse = torch.full((HEADS[0], len(q)), torch.nan, device=device)
     forward.attend(unit, q, k[:0], v[:0], tiling, 1.0, out, out[:0], lse, sink=sink)
     assert not out.any()
@@ -95,13 +105,12 @@ def hops_hold_the_gate(unit: Unit, device: str) -> None:
     t, n, pieces, scale = 500, 480, ((0, 60), (60, 480)), unit.head_dim**-0.5
     dtype, sink = getattr(torch, unit.dtype), torch.tensor(SINKS, device=device)
     torch.manual_seed(1)
-    shapes = (t, HEADS[0]), (n, HEADS[1]), (n, HEADS[1])
-    q, k, v = (torch.randn(*shape, unit.head_dim, device=device).to(dtype) for shape in shapes)
+    q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in _shapes(unit, t, n))
     mask = torch.from_numpy(dense.mask([t], [n], -1, 0)).to(device)
     plan = plan_local(np.array([t]), np.array([n]), -1, 0)
     whole = plan.forward(unit.tile_m)[0]
     for order in (1, -1):
-        out = torch.full_like(q, torch.nan)
+        out = _out(unit, q)
         running = forward_checks.empty_partial_out(unit, plan, HEADS[0], device)
         lse = torch.full((HEADS[0], t), torch.nan, device=device)
         hops = forward_checks.split_into_hops(whole, pieces[::order])
@@ -152,7 +161,7 @@ def gradients_hold_the_gate(unit: Unit, device: str, with_dlse: bool) -> torch.T
     rounded, and to 0 where it is smaller than its dtype has. Returns dsink."""
     inputs, mask = _inputs(unit, device), _mask(device)
     torch.manual_seed(1)
-    dout = torch.randn_like(inputs[0])
+    dout = torch.randn_like(_out(unit, inputs[0]))
     dlse = torch.randn(HEADS[0], len(dout), device=device) if with_dlse else None
     results = []
     for kind in (torch.float64, dout.dtype):

@@ -94,7 +94,7 @@ class Waiting:
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda, self.awaited = cuda, 0
 
-    def __call__(self, q: Tensor, plan: Plan) -> ForwardKernel:
+    def __call__(self, q: Tensor, plan: Plan, v_dim: int) -> ForwardKernel:
         return ForwardKernel(
             reference.TILE_M,
             self.attend,

@@ -354,7 +354,7 @@ def test_programs_of_a_plan_are_bounded(kernels: FakeKernels) -> None:
 
 
 def test_inputs_that_no_program_serves_are_run_by_python(kernels: FakeKernels) -> None:
-    """A narrow V, which is widened."""
+    """A narrow V, which is widened. The kernels of local K/V are selected by its own head dim."""
 
     def work(rank: Rank, choose: Callable[[str], None]) -> None:
         rank.grow()
@@ -367,6 +367,8 @@ def test_inputs_that_no_program_serves_are_run_by_python(kernels: FakeKernels) -
         for _ in range(4):
             assert all(map(equal, run_forward(*given, SCALE, call), wanted))
 
-    with replays() as counts:
+    select = mock.Mock(wraps=SymmetricRingPass.make_local_kv)
+    with replays() as counts, mock.patch.object(SymmetricRingPass, "make_local_kv", select):
         on_ranks(kernels, 2, work)
     assert not counts
+    assert {call.args[-1] for call in select.call_args_list} == {32, 64}  # 64: of `grow`
