@@ -52,6 +52,29 @@ CUTE_DEVICE void copy_visits(ForwardArgs const& a, ClippedWorkItem& work, int la
   }
 }
 
+// Warp-wide: counts the blocks and the whole spans of an item, whose tile lane 0 has stored.
+template <class Shapes>
+CUTE_DEVICE void count_blocks(ForwardArgs const& a, typename Shapes::Work& work, int lane) {
+  __syncwarp();
+  typename Shapes::Blocks span(work, a.spans);
+  int blocks = 0, whole_spans = 0, whole_blocks = 0;
+#pragma unroll 1
+  for (int first = 0; first < work.tile.num_spans; first += kWarp) {
+    span.index = first + lane;
+    bool const here = span.index < work.tile.num_spans;
+    int const own = here ? span.blocks() : 0;
+    blocks += __reduce_add_sync(0xffffffff, own);
+    if (whole_spans < first) continue;
+    uint32_t const others = __ballot_sync(0xffffffff, !here || !span.whole());
+    int const run = others == 0 ? kWarp : __ffs(others) - 1;
+    whole_spans += run;
+    whole_blocks += __reduce_add_sync(0xffffffff, lane < run ? own : 0);
+  }
+  if (lane == 0) {
+    work.blocks = blocks, work.whole_spans = whole_spans, work.whole_blocks = whole_blocks;
+  }
+}
+
 // The scheduler warp. It claims the next item when the loader asks: at most kBlocksAhead blocks of
 // this one are then left to load. So the CTA that is free first gets the item.
 // Each item of a launch causes one increment of the counter, so the last one wraps it to 0 for the
@@ -107,6 +130,7 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
         work.use_row_max = false;
       }
       if constexpr (Shapes::Clips) copy_visits(a, work, lane);
+      count_blocks<Shapes>(a, work, lane);
     } else if (repeats) {
       if (lane == 0) work.use_row_max = true;
     } else {
