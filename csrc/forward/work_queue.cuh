@@ -52,26 +52,26 @@ CUTE_DEVICE void copy_visits(ForwardArgs const& a, ClippedWorkItem& work, int la
   }
 }
 
-// Warp-wide: counts the blocks and the whole spans of an item, whose tile lane 0 has stored.
+// Warp-wide: counts the blocks and the whole spans of an item, whose tile lane 0 has stored with
+// counts of 0. The warp has few registers: the counts are in shared memory.
 template <class Shapes>
 CUTE_DEVICE void count_blocks(ForwardArgs const& a, typename Shapes::Work& work, int lane) {
   __syncwarp();
   typename Shapes::Blocks span(work, a.spans);
-  int blocks = 0, whole_spans = 0, whole_blocks = 0;
+  bool whole = true;  // all spans so far
 #pragma unroll 1
-  for (int first = 0; first < work.tile.num_spans; first += kWarp) {
-    span.index = first + lane;
+  for (span.index = lane; span.index - lane < work.tile.num_spans; span.index += kWarp) {
     bool const here = span.index < work.tile.num_spans;
-    int const own = here ? span.blocks() : 0;
-    blocks += __reduce_add_sync(0xffffffff, own);
-    if (whole_spans < first) continue;
+    int own = here ? span.blocks() : 0;
+    int const blocks = __reduce_add_sync(0xffffffff, own);
+    if (lane == 0) work.blocks += blocks;
+    if (!whole) continue;
     uint32_t const others = __ballot_sync(0xffffffff, !here || !span.whole());
-    int const run = others == 0 ? kWarp : __ffs(others) - 1;
-    whole_spans += run;
-    whole_blocks += __reduce_add_sync(0xffffffff, lane < run ? own : 0);
-  }
-  if (lane == 0) {
-    work.blocks = blocks, work.whole_spans = whole_spans, work.whole_blocks = whole_blocks;
+    whole = others == 0;
+    int const run = whole ? kWarp : __ffs(others) - 1;
+    if (lane >= run) own = 0;
+    own = __reduce_add_sync(0xffffffff, own);
+    if (lane == 0) work.whole_spans += run, work.whole_blocks += own;
   }
 }
 
@@ -128,6 +128,7 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
         work.head = head;
         work.kv_head = head / p.group;
         work.use_row_max = false;
+        work.blocks = work.whole_spans = work.whole_blocks = 0;
       }
       if constexpr (Shapes::Clips) copy_visits(a, work, lane);
       count_blocks<Shapes>(a, work, lane);
