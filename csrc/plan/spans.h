@@ -101,10 +101,10 @@ struct BlockIterator {
 
   // The same for those who do not load: all blocks of the tile's first whole spans are one run, at
   // columns of no span. A mask of blocks then costs as little as a span with as many keys.
-  RINGFA3_DEVICE void begin_whole_spans(Work const& other) {
+  RINGFA3_DEVICE bool begin_whole_spans(Work const& other) {
     work = &other, index = other.whole_spans - 1, begin = 0;
     end = keys = N * other.whole_blocks;
-    next();
+    return next();
   }
 
   // Blocks of the span.
