@@ -67,8 +67,8 @@ CUTE_DEVICE void count_blocks(ForwardArgs const& a, typename Shapes::Work& work,
     if (lane == 0) work.blocks += blocks;
     if (!whole) continue;
     uint32_t const others = __ballot_sync(0xffffffff, !here || !span.whole());
-    whole = others == 0;
-    int const run = whole ? kWarp : __ffs(others) - 1;
+    int const run = __clz(__brev(others));  // lanes before the first of these
+    whole = run == kWarp;
     if (lane >= run) own = 0;
     own = __reduce_add_sync(0xffffffff, own);
     if (lane == 0) work.whole_spans += run, work.whole_blocks += own;
