@@ -57,17 +57,22 @@ CUTE_DEVICE void copy_visits(ForwardArgs const& a, ClippedWorkItem& work, int la
 template <class Shapes>
 CUTE_DEVICE void count_blocks(ForwardArgs const& a, typename Shapes::Work& work, int lane) {
   __syncwarp();
-  typename Shapes::Blocks span(work, a.spans);
+  using Blocks = typename Shapes::Blocks;
+  auto const* const spans = reinterpret_cast<typename Blocks::PlanSpan const*>(a.spans);
   bool whole = true;  // all spans so far
 #pragma unroll 1
-  for (span.index = lane; span.index - lane < work.tile.num_spans; span.index += kWarp) {
-    bool const here = span.index < work.tile.num_spans;
-    int own = here ? span.blocks() : 0;
+  for (int first = 0; first < work.tile.num_spans; first += kWarp) {
+    int own = 0;  // blocks of this lane's span
+    bool own_whole = false;
+    if (first + lane < work.tile.num_spans) {
+      auto const& span = spans[work.tile.first_span + first + lane];
+      SpanColumns const c(work.tile, span);
+      own = Blocks::blocks(c), own_whole = Blocks::whole(c, span, work.tile.rows);
+    }
     int const blocks = __reduce_add_sync(0xffffffff, own);
     if (lane == 0) work.blocks += blocks;
     if (!whole) continue;
-    uint32_t const others = __ballot_sync(0xffffffff, !here || !span.whole());
-    int const run = __clz(__brev(others));  // lanes before the first of these
+    int const run = __clz(__brev(__ballot_sync(0xffffffff, !own_whole)));  // whole from lane 0 on
     whole = run == kWarp;
     if (lane >= run) own = 0;
     own = __reduce_add_sync(0xffffffff, own);

@@ -107,20 +107,18 @@ struct BlockIterator {
     return next();
   }
 
-  // Blocks of the span.
-  RINGFA3_DEVICE int blocks() const {
-    SpanColumns const c = columns();
+  // Blocks of a span.
+  RINGFA3_DEVICE static int blocks(SpanColumns const& c) {
     if (c.end <= c.begin) return 0;
     return OnGrid ? (c.end - 1) / N - c.begin / N + 1 : (c.end - c.begin - 1) / N + 1;
   }
 
-  // Whether no block of the span needs a mask.
-  RINGFA3_DEVICE bool whole() const {
+  // Whether no block of a span needs a mask, for all rows of a tile.
+  RINGFA3_DEVICE static bool whole(SpanColumns const& c, PlanSpan const& span, int rows) {
     if constexpr (Clips) {
-      if (!rows().all()) return false;
+      if (!SpanRows(span).all()) return false;
     }
-    SpanColumns const c = columns();
-    return c.low + work->tile.rows <= 1 && c.end <= c.high + 1 && c.end % N == 0;
+    return c.low + rows <= 1 && c.end <= c.high + 1 && c.end % N == 0;
   }
 
   RINGFA3_DEVICE SpanColumns columns() const {

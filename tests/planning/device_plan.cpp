@@ -119,9 +119,11 @@ int key_blocks(int n, int form, bool joins, Tile const* tile, void const* table,
     bool more, whole = true;
     if (joins) {
       for (block.index = 0; block.index < tile->num_spans; ++block.index) {
-        whole = whole && block.whole();
-        work.blocks += block.blocks();
-        if (whole) work.whole_spans += 1, work.whole_blocks += block.blocks();
+        int const n = block.blocks(block.columns());
+        whole = whole && block.whole(block.columns(),
+                                     block.plan_spans[tile->first_span + block.index], tile->rows);
+        work.blocks += n;
+        if (whole) work.whole_spans += 1, work.whole_blocks += n;
       }
       for (int i = 0; i < 9; ++i)
         *out++ = i == 0 ? work.blocks : i == 1 ? work.whole_spans : work.whole_blocks;
