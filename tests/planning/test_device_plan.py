@@ -62,7 +62,9 @@ LATE = MaskCase(Union(40, 40, [("|", (0, 40, 0, 13, -40, 40)), ("|", (0, 40, 13,
 
 # Whole spans, of one and of two blocks, before one that is masked, and after it.
 BLOCKS = MaskCase(
-    Union(16, 64, [("|", (0, 8, a, b, -64, 64)) for a, b in ((0, 8), (16, 32), (40, 45), (48, 64))]),
+    Union(
+        16, 64, [("|", (0, 8, a, b, -64, 64)) for a, b in ((0, 8), (16, 32), (40, 45), (48, 64))]
+    ),
     1,
 )
 
@@ -183,9 +185,7 @@ def test_turns_are_those_of_the_tiling(
                     assert found == tiling.dq_order(span, key_tile, block, m)
 
 
-def check_run(
-    blocks: list[list[int]], joined: list[list[int]], counts: list[int], n: int
-) -> None:
+def check_run(blocks: list[list[int]], joined: list[list[int]], counts: list[int], n: int) -> None:
     """Those who load and those who compute see equal blocks, but for the run of whole spans."""
     number, _, in_run = counts
     assert number == len(blocks) == len(joined)
