@@ -73,7 +73,10 @@ struct ThreeStageConsumer : ForwardConsumer<Shapes, ThreeStageConsumer<Shapes> >
     }
   }
 
-  CUTE_DEVICE bool is_last_block() const { return this->unmasked <= 1 && block.nearly_done(1); }
+  CUTE_DEVICE bool is_last_block() const {
+    bool const last_span = block.index + 1 >= block.work->tile.num_spans;
+    return this->unmasked <= 1 && last_span && block.end - block.begin <= Base::N;
+  }
 };
 
 }  // namespace ringfa3

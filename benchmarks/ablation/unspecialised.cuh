@@ -143,6 +143,7 @@ struct Refill {
         work.spans[span] = SpanColumns(tile, p.args.spans[tile.first_span + span]);
       }
       work.tile = tile, work.head = head, work.kv_head = head / p.group, work.use_row_max = false;
+      work.whole_spans = work.whole_blocks = 0;
     }
     c.ended = work.head < 0;
     smem.work_full[i].arrive();

@@ -111,7 +111,7 @@ struct ForwardConsumer {
         continue;
       }
       block = Blocks(work, p.args.spans);
-      block.next();
+      block.begin_whole_spans(work);
       first_qk();
       do {
         self().attend_tile();
@@ -356,7 +356,7 @@ struct ForwardConsumer {
     work_stage.advance();
     smem.work_full[work_stage.index()].wait(work_stage.phase());
     more_tiles = smem.work[work_stage.index()].head >= 0;
-    if (more_tiles) block.begin_tile(smem.work[work_stage.index()]);
+    if (more_tiles) block.begin_whole_spans(smem.work[work_stage.index()]);
   }
 
   // S in float32, after `RowScales::to_float`. Unmasked blocks convert integers one by one.

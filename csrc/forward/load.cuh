@@ -65,12 +65,9 @@ CUTE_DEVICE PipelineState<Shapes::Stages> load_tiles(ForwardParams<Shapes> const
     typename Shapes::Blocks block(work, p.args.spans);
     int span = -1, key_row = 0;  // of the block
     int v_at = -1;               // the position of the block before, whose V is loaded next
-    bool requested = false;      // the next work item
-    while (block.next()) {
-      if (!requested && block.nearly_done(kBlocksAhead)) {
-        smem.work_wanted.arrive();
-        requested = true;
-      }
+    block.next();
+    for (int left = work.blocks; left > 0; --left) {
+      if (left == min(work.blocks, kBlocksAhead)) smem.work_wanted.arrive();  // for the next item
       if (span != block.index) {
         span = block.index;
         SpanColumns const c = block.columns();
@@ -82,11 +79,13 @@ CUTE_DEVICE PipelineState<Shapes::Stages> load_tiles(ForwardParams<Shapes> const
         }
       }
       int const row = key_row + block.start;
+      int at = row;                    // where the block's V is
       [[maybe_unused]] int tile;       // of keys
       [[maybe_unused]] float k_scale;  // of the block; volatile accesses stay where they are
       if constexpr (Shapes::Quantised) {
         int const first = __ldg(p.scales.first_tile + work.tile.first_span + block.index);
         tile = first + block.start / kKeyTile;
+        if constexpr (Shapes::VByTile) at = tile * kKeyTile + block.start % kKeyTile;
         float const volatile* const from = p.scales.k_scale;
         k_scale = from[work.kv_head * p.scales.key_tiles + tile];
       }
@@ -96,18 +95,15 @@ CUTE_DEVICE PipelineState<Shapes::Stages> load_tiles(ForwardParams<Shapes> const
       }
       load_box<N, D>(p.k, smem.k_full[k_stage.index()], smem.k + k_stage.index() * N * D, row,
                      work.kv_head);
+      block.complete();
+      block.next();  // before the wait for a stage of V: it may read a span of the plan
       if (v_at >= 0) {
         load_v(v_at);
       } else if constexpr (Shapes::QStages == 1) {
         load_q();  // after the first K: a stage of K is free before the last tile releases Q
       }
       k_stage.advance();
-      if constexpr (Shapes::VByTile) {
-        v_at = tile * kKeyTile + block.start % kKeyTile;
-      } else {
-        v_at = row;
-      }
-      block.complete();
+      v_at = at;
     }
     load_v(v_at);
     smem.work_empty[work_stage.index()].arrive();

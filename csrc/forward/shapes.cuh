@@ -101,6 +101,7 @@ struct ForwardShapes {
   using SmemK = decltype(tile_to_shape(AtomK{}, Shape<Int<N>, Int<D>, Int<Stages>>{}));
   using SmemV = decltype(smem_layout_v<ElementPV, DV, N, Stages, QuantisedV>());
   using Blocks = BlockIterator<N, Quantised, Clips>;
+  using Work = typename Blocks::Work;
   static_assert(!Quantised || kKeyTile % N == 0);  // a block has one scale of K
 
   struct SharedStorage {
@@ -114,7 +115,7 @@ struct ForwardShapes {
     alignas(16) cutlass::arch::ClusterBarrier k_empty[Stages], v_empty[Stages];
     alignas(16) cutlass::arch::ClusterBarrier work_full[kWorkDepth], work_empty[kWorkDepth];
     alignas(16) cutlass::arch::ClusterBarrier work_wanted;  // the loader asks for the next item
-    WorkItemOf<Clips> work[kWorkDepth];
+    Work work[kWorkDepth];
     float k_scale[Quantised ? Stages : 1];
   };
 };

@@ -52,6 +52,34 @@ CUTE_DEVICE void copy_visits(ForwardArgs const& a, ClippedWorkItem& work, int la
   }
 }
 
+// Warp-wide: counts the blocks and the whole spans of an item, whose tile lane 0 has stored with
+// counts of 0. The warp has few registers: the counts are in shared memory.
+template <class Shapes>
+CUTE_DEVICE void count_blocks(ForwardArgs const& a, typename Shapes::Work& work, int lane) {
+  __syncwarp();
+  using Blocks = typename Shapes::Blocks;
+  auto const* const spans = reinterpret_cast<typename Blocks::PlanSpan const*>(a.spans);
+  bool whole = true;  // all spans so far
+#pragma unroll 1
+  for (int first = 0; first < work.tile.num_spans; first += kWarp) {
+    int own = 0;  // blocks of this lane's span
+    bool own_whole = false;
+    if (first + lane < work.tile.num_spans) {
+      auto const& span = spans[work.tile.first_span + first + lane];
+      SpanColumns const c(work.tile, span);
+      own = Blocks::blocks(c), own_whole = Blocks::whole(c, span, work.tile.rows);
+    }
+    int const blocks = __reduce_add_sync(0xffffffff, own);
+    if (lane == 0) work.blocks += blocks;
+    if (!whole) continue;
+    int const run = __clz(__brev(__ballot_sync(0xffffffff, !own_whole)));  // whole from lane 0 on
+    whole = run == kWarp;
+    if (lane >= run) own = 0;
+    own = __reduce_add_sync(0xffffffff, own);
+    if (lane == 0) work.whole_spans += run, work.whole_blocks += own;
+  }
+}
+
 // The scheduler warp. It claims the next item when the loader asks: at most kBlocksAhead blocks of
 // this one are then left to load. So the CTA that is free first gets the item.
 // Each item of a launch causes one increment of the counter, so the last one wraps it to 0 for the
@@ -105,8 +133,10 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
         work.head = head;
         work.kv_head = head / p.group;
         work.use_row_max = false;
+        work.blocks = work.whole_spans = work.whole_blocks = 0;
       }
       if constexpr (Shapes::Clips) copy_visits(a, work, lane);
+      count_blocks<Shapes>(a, work, lane);
     } else if (repeats) {
       if (lane == 0) work.use_row_max = true;
     } else {

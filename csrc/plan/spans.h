@@ -61,6 +61,9 @@ struct WorkItem {
   int32_t use_row_max;
   // Bit `lane` of [warp][r]: the lane has an element of its row r that is not finite.
   uint32_t overflow[kConsumerWarps][2];
+  int32_t blocks;  // of the tile
+  // The first spans of the tile in which no block needs a mask, and the blocks that they have.
+  int32_t whole_spans, whole_blocks;
 };
 
 // With clipped spans: the rows of the spans, as well.
@@ -96,6 +99,28 @@ struct BlockIterator {
     next();
   }
 
+  // The same for those who do not load: all blocks of the tile's first whole spans are one run, at
+  // columns of no span. A mask of blocks then costs as little as a span with as many keys.
+  RINGFA3_DEVICE bool begin_whole_spans(Work const& other) {
+    work = &other, index = other.whole_spans - 1, begin = 0;
+    end = keys = N * other.whole_blocks;
+    return next();
+  }
+
+  // Blocks of a span.
+  RINGFA3_DEVICE static int blocks(SpanColumns const& c) {
+    if (c.end <= c.begin) return 0;
+    return OnGrid ? (c.end - 1) / N - c.begin / N + 1 : (c.end - c.begin - 1) / N + 1;
+  }
+
+  // Whether no block of a span needs a mask, for all rows of a tile.
+  RINGFA3_DEVICE static bool whole(SpanColumns const& c, PlanSpan const& span, int rows) {
+    if constexpr (Clips) {
+      if (!SpanRows(span).all()) return false;
+    }
+    return c.low + rows <= 1 && c.end <= c.high + 1 && c.end % N == 0;
+  }
+
   RINGFA3_DEVICE SpanColumns columns() const {
     return index < kDecodedSpans
                ? work->spans[index]
@@ -124,6 +149,7 @@ struct BlockIterator {
 
   // Blocks from this one on that need no mask.
   RINGFA3_DEVICE int unmasked_blocks() const {
+    if (index < work->whole_spans) return end / N;
     if constexpr (Clips) {
       if (!rows().all()) return 0;
     }
@@ -142,11 +168,6 @@ struct BlockIterator {
   // Rows of the block's K and V that belong to the segment; the rows after them are the next
   // one's.
   RINGFA3_DEVICE int valid_rows() const { return min(N, keys - start); }
-
-  // Whether at most `blocks` blocks of the tile remain, this one included.
-  RINGFA3_DEVICE bool nearly_done(int blocks) const {
-    return index + 1 >= work->tile.num_spans && end - begin <= blocks * N;
-  }
 };
 
 }  // namespace ringfa3

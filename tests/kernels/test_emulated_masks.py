@@ -72,6 +72,31 @@ def test_masks_hold_the_gate(emulated: Machine, dtype: torch.dtype, d: int, case
     assert clipped
 
 
+# Two tiles of 128 rows: 35 whole spans of 128 keys, more than the lanes of a warp, and a masked one;
+# a masked span, whole ones after it.
+BLOCKS = Union(
+    256,
+    36 * 128,
+    [
+        *(("|", (0, 128, 128 * b, 128 * (b + 1), -9000, 9000)) for b in range(35)),
+        ("|", (0, 128, 35 * 128, 36 * 128, -9000, 0)),
+        *(("|", (128, 256, a, b, -9000, 9000)) for a, b in ((0, 40), (128, 256), (384, 640))),
+    ],
+)
+
+
+@pytest.mark.parametrize("d", [128, *(pytest.param(d, marks=pytest.mark.soak) for d in (64, 256))])
+def test_whole_spans_hold_the_gate(emulated: Machine, d: int) -> None:
+    """`hold_gate` of out, whose consumers take whole spans as one run."""
+    emulated.settings(1)
+    torch.manual_seed(1)
+    given = given_of(BLOCKS, 1, 1, d, torch.bfloat16, False, "cpu")
+    outputs = flash_attn_mask_func(*given[0][:3], BLOCKS.mask(), return_lse=True)
+    assert isinstance(outputs, tuple)
+    plain, exact = (dense_results(BLOCKS, given, x)[:2] for x in (torch.bfloat16, torch.float64))
+    hold_gate(outputs, plain, exact, 0.0, "blocks")
+
+
 def test_kernels_of_whole_spans_refuse_clipped_ones(emulated: Machine) -> None:
     """And the reverse: the layouts of spans differ."""
     emulated.settings(0)

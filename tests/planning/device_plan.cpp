@@ -99,8 +99,9 @@ int dq_order(int m, int n, Span const* spans, int32_t const* earlier, int span, 
 
 // (span, first column, end, low, high, unmasked, own rows, first row, end row) of the blocks of a
 // forward tile, as `apply_mask` and the consumer see them; returns how many there are. form: 1 on
-// the grid, 2 clipped spans, with a table of visits.
-int key_blocks(int n, int form, Tile const* tile, void const* table, int32_t* out) {
+// the grid, 2 clipped spans, with a table of visits. joins: whole spans are one run, of span -1;
+// the first record is (blocks, whole spans, their blocks) then.
+int key_blocks(int n, int form, bool joins, Tile const* tile, void const* table, int32_t* out) {
   bool const clips = form == 2;
   ClippedWorkItem work{};
   work.tile = *tile;
@@ -115,14 +116,31 @@ int key_blocks(int n, int form, Tile const* tile, void const* table, int32_t* ou
   }
   auto list = [&](auto block) {
     int count = 0, unmasked = 0;
-    while (block.next()) {
-      SpanColumns const c = block.columns();
+    bool more, whole = true;
+    if (joins) {
+      for (block.index = 0; block.index < tile->num_spans; ++block.index) {
+        int const n = block.blocks(block.columns());
+        whole = whole && block.whole(block.columns(),
+                                     block.plan_spans[tile->first_span + block.index], tile->rows);
+        work.blocks += n;
+        if (whole) work.whole_spans += 1, work.whole_blocks += n;
+      }
+      for (int i = 0; i < 9; ++i)
+        *out++ = i == 0 ? work.blocks : i == 1 ? work.whole_spans : work.whole_blocks;
+      count = 1;
+      more = block.begin_whole_spans(work);
+    } else {
+      more = block.next();
+    }
+    for (; more; more = block.next()) {
+      bool const in_run = block.index < work.whole_spans;
+      SpanColumns const c = in_run ? SpanColumns{} : block.columns();
       if (unmasked == 0) unmasked = block.unmasked_blocks();
       int32_t first_row = 0, end_row = SpanRows::kEveryRow;
       if constexpr (decltype(block)::kClips) {
-        first_row = block.rows().begin, end_row = block.rows().end;
+        if (!in_run) first_row = block.rows().begin, end_row = block.rows().end;
       }
-      int32_t const row[] = {tile->first_span + block.index,
+      int32_t const row[] = {in_run ? -1 : tile->first_span + block.index,
                              block.start,
                              block.end,
                              c.low,

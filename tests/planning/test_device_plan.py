@@ -60,6 +60,15 @@ def records(call: Callable[..., int], width: int, *arguments: object) -> list[li
 LATE = MaskCase(Union(40, 40, [("|", (0, 40, 0, 13, -40, 40)), ("|", (0, 40, 13, 40, -40, -9))]), 1)
 
 
+# Whole spans, of one and of two blocks, before one that is masked, and after it.
+BLOCKS = MaskCase(
+    Union(
+        16, 64, [("|", (0, 8, a, b, -64, 64)) for a, b in ((0, 8), (16, 32), (40, 45), (48, 64))]
+    ),
+    1,
+)
+
+
 def all_hops(case: Case | MaskCase) -> Iterator[Plan]:
     """The plans of all ranks; those of masks with whole spans and with clipped ones."""
     for plan in case.plans():
@@ -176,7 +185,18 @@ def test_turns_are_those_of_the_tiling(
                     assert found == tiling.dq_order(span, key_tile, block, m)
 
 
+def check_run(blocks: list[list[int]], joined: list[list[int]], counts: list[int], n: int) -> None:
+    """Those who load and those who compute see equal blocks, but for the run of whole spans."""
+    number, _, in_run = counts
+    assert number == len(blocks) == len(joined)
+    assert joined[in_run:] == blocks[in_run:]
+    for at, (block, of_run) in enumerate(zip(blocks[:in_run], joined, strict=False)):
+        assert block[5:7] == of_run[5:7] == [1, n]  # no mask, n rows of V
+        assert of_run[:2] == [-1, n * (in_run - 1 - at)]
+
+
 @given(case=any_case, m=tiles, n=tiles, on_grid=st.booleans())
+@example(case=BLOCKS, m=8, n=8, on_grid=False)
 def test_a_forward_tile_sees_each_pair_once(
     device: ctypes.CDLL, case: Case | MaskCase, m: int, n: int, on_grid: bool
 ) -> None:
@@ -198,8 +218,10 @@ def test_a_forward_tile_sees_each_pair_once(
                     allowed[number] = np.zeros((end_row - row0, len(columns)), int)
                     allowed[number][rows - row0] = pairs
                     seen[number] = np.zeros(allowed[number].shape, int)
-                given = n, form, address(tile), address(table)
-                blocks = records(device.key_blocks, 9, *given)
+                given = address(tile), address(table)
+                blocks = records(device.key_blocks, 9, n, form, False, *given)
+                counts, *joined = records(device.key_blocks, 9, n, form, True, *given)
+                check_run(blocks, joined, counts[:3], n)
                 for span, start, end, low, high, unmasked, valid_rows, *clip in blocks:
                     assert form != 1 or start % n == 0
                     assert valid_rows == min(n, ends[span] - start)
