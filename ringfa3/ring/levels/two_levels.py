@@ -66,7 +66,7 @@ class TwoLevelTransport:
         self._number = {rank: number for number, rank in enumerate(mates)}
         self._size = 0  # bytes that all ranks of the group can publish
         self._readers: list[list[tuple[int, str]]] = [[], []]  # by slot: they may still copy
-        self._under_way: tuple[Message, ...] = ()
+        self._filled: Sequence[Message] = ()  # copies write to their tensors
 
     def begin(self, size: int) -> None:
         """Begins a pass whose exchanges publish at most so many bytes on any rank of the group.
@@ -88,15 +88,20 @@ class TwoLevelTransport:
         self._size = size
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        """As `Transport.exchange`."""
-        self._under_way = (*sends, *receives)  # streams use their tensors until the next exchange
+        """As `Transport.exchange`; the caller has waited for the exchange before."""
         (send, send_far), (receive, receive_far) = map(self._parted, (sends, receives))
         if send:
             self._publish(send[0].slot, send)
         if receive:
             self._copy(receive[0].slot, receive)
         far = self._between.exchange(send_far, receive_far) if send_far or receive_far else None
-        return _TwoLevelExchange(self.backend if receive else None, far)
+        return _TwoLevelExchange(self if receive else None, far)
+
+    def wait_for_copies(self) -> None:
+        """Later work of the compute stream waits for them. It may then take their memory, also if
+        no exchange follows."""
+        self._issue(WaitEvent(Stream.COMPUTE, ARRIVED))
+        self._filled = ()
 
     def completed_before(self, call: int) -> bool:
         """As `Transport.completed_before`, of the copies."""
@@ -139,7 +144,7 @@ class TwoLevelTransport:
 
     def _copy(self, slot: int, receives: Sequence[Message]) -> None:
         """After all earlier work of the compute stream, which may use the tensors' memory."""
-        me = self.backend.group.rank
+        me, self._filled = self.backend.group.rank, receives
         self._issue(RecordEvent(Stream.COMPUTE, PUBLISHED), WaitEvent(Stream.KV, PUBLISHED))
         owners: dict[int, list[Message]] = {}
         for m in receives:
@@ -162,14 +167,13 @@ class TwoLevelTransport:
 
 
 class _TwoLevelExchange(NamedTuple):
-    """backend: that copies; None: there is nothing to copy. far: messages to other hosts."""
+    """near: transport that copies; None: there is nothing to copy. far: messages to other hosts."""
 
-    backend: SymmetricBackend | None
+    near: TwoLevelTransport | None
     far: Exchange | None
 
     def wait(self) -> None:
-        if self.backend is not None:
-            arrived = [WaitEvent(Stream.COMPUTE, ARRIVED)]
-            self.backend.issue(self.backend.prepare(arrived, frozenset()))
+        if self.near is not None:
+            self.near.wait_for_copies()
         if self.far is not None:
             self.far.wait()
