@@ -22,8 +22,8 @@ from typing import NoReturn
 if __name__ == "__main__":  # modules are imported as train.*, from any working directory
     sys.path[0] = str(Path(__file__).absolute().parents[1])
 
-from train.extras import missing_packages  # noqa: E402
-from train.slurm import set_ranks  # noqa: E402
+from train.extras import missing_packages
+from train.slurm import set_ranks
 
 LOCAL_RANK_0_S = 10.0  # for local rank 0 to start and to print the error
 MODULES = {
