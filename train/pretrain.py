@@ -222,7 +222,7 @@ def _explain_key(key: str, error: OmegaConfBaseException) -> str:
         return f"{key}: no such key; {_key_hint(key)}"
     problem = str(error.msg or error).strip().splitlines()[0]
     usual = default(to_schema_key(key))
-    if isinstance(error.value, float) and error.value.is_integer() and isinstance(usual, int):
+    if isinstance(error.value, float) and error.value.is_integer() and type(usual) is int:
         usual = int(error.value)  # such as train.steps=1e6
     return f"{key}: {problem}; valid would be {key}={'null' if usual is None else usual}"
 

@@ -149,6 +149,19 @@ def test_streams_order_the_copies_of_an_exchange() -> None:
             assert backend.done == wanted
 
 
+@pytest.mark.parametrize("sends", [True, False])
+def test_rows_without_an_address_are_not_copied(sends: bool) -> None:
+    """From any other one they would be wrong."""
+    calls = SimpleNamespace(copy=mock.Mock(), issue=list)
+    transport = TwoLevelTransport(mock.Mock(), Recording(), (3, 5), FakeTransport(), bool)  # type: ignore[arg-type]
+    messages = [Message(torch.ones(2, 2), 5, "K/V", 0)]
+    with (
+        mock.patch.object(two_levels, "cuda_driver", calls),
+        pytest.raises(ValueError, match="K/V: no byte of a slot is known for rank 5 of this host"),
+    ):
+        transport.exchange(*((messages, []) if sends else ([], messages)))
+
+
 def test_the_last_exchange_of_a_pass_holds_no_buffer() -> None:
     """A copy's target lives until the compute stream has waited for the copy, and no longer."""
     calls = SimpleNamespace(copy=mock.Mock(), issue=list)

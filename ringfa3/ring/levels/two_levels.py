@@ -74,14 +74,15 @@ class TwoLevelTransport:
         Raises StepError: on all ranks, if one has no room. The group stays usable.
         """
         slots = _Bytes({Buffer.KV_SHARED: size}, {Buffer.KV_SHARED: 1})
+        if size <= self._size:
+            self.backend.begin(slots)
+            return
+        self._size = 0  # on all hosts: all ask again
         problem = ""
         try:
             self.backend.begin(slots)
         except StepError as error:
             problem = str(error).replace("of the group", "of its host")
-        if size <= self._size:
-            return
-        self._size = 0  # on all hosts: all ask again
         for rank, found in zip(self._group.ranks, self._group.gather(problem), strict=True):
             if found:
                 raise StepError(f"rank {rank}: {found}")
@@ -133,7 +134,7 @@ class TwoLevelTransport:
             self._issue(*waits, RecordEvent(Stream.KV, FREE), WaitEvent(Stream.COMPUTE, FREE))
         published = backend.local(Buffer.KV_SHARED, slot)
         for m in sends:
-            published[m.at : m.at + m.tensor.nbytes].copy_(m.tensor.view(-1).view(torch.uint8))
+            published[slice(*_span(m))].copy_(m.tensor.view(-1).view(torch.uint8))
         names = {self._number[m.peer]: f"{m.what} copied by" for m in sends}
         self._readers[slot] = list(names.items())
         ready = (Signal(me, reader, Purpose.KV_READY, slot) for reader in names)
@@ -157,13 +158,20 @@ class TwoLevelTransport:
         self._issue(RecordEvent(Stream.KV, ARRIVED))
 
     def _copy_call(self, owner: int, slot: int, m: Message) -> cuda_driver.Call:
-        backend, size = self.backend, m.tensor.nbytes
-        part = BufferSlice(owner, Buffer.KV_SHARED, slot, m.at, m.at + size)
+        backend = self.backend
+        part = BufferSlice(owner, Buffer.KV_SHARED, slot, *_span(m))
         target, source = m.tensor.data_ptr(), backend.address(part)
-        return cuda_driver.copy(backend.handle(Stream.KV), target, source, size)
+        return cuda_driver.copy(backend.handle(Stream.KV), target, source, m.tensor.nbytes)
 
     def _issue(self, *operations: Operation) -> None:
         self.backend.issue(self.backend.prepare(operations, frozenset()))
+
+
+def _span(m: Message) -> tuple[int, int]:
+    """Bytes [begin, end) of a slot. Raises ValueError: rows would come from a wrong place."""
+    if m.at is None:
+        raise ValueError(f"{m.what}: no byte of a slot is known for rank {m.peer} of this host")
+    return m.at, m.at + m.tensor.nbytes
 
 
 class _TwoLevelExchange(NamedTuple):
