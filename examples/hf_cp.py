@@ -128,6 +128,8 @@ def main() -> None:
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group()
+    elif os.environ.get("WORLD_SIZE", "1") != "1":
+        raise SystemExit("WORLD_SIZE > 1: run torchrun --nproc-per-node 2 examples/hf_cp.py")
     ringfa3.hf.register()
     if args.model:
         model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -58,12 +58,13 @@ def test_attend_prints_what_the_readme_says(capsys: pytest.CaptureFixture[str]) 
     assert [*alone("attend.py", capsys), *shared("attend.py")] == said.splitlines()
 
 
-@pytest.mark.parametrize("name", ["attend", "packed_documents", "shared_prefix"])
+@pytest.mark.parametrize("name", ["attend", "packed_documents", "shared_prefix", "hf_cp"])
 def test_a_process_of_another_launcher_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise each of its processes would attend alone to all tokens."""
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("sys.argv", [f"{name}.py"])
     with pytest.raises(SystemExit, match=f"run torchrun .* examples/{name}.py"):
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 

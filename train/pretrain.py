@@ -22,8 +22,8 @@ from typing import NoReturn
 if __name__ == "__main__":  # modules are imported as train.*, from any working directory
     sys.path[0] = str(Path(__file__).absolute().parents[1])
 
-from train.extras import missing_packages  # noqa: E402
-from train.slurm import set_ranks  # noqa: E402
+from train.extras import missing_packages
+from train.slurm import set_ranks
 
 LOCAL_RANK_0_S = 10.0  # for local rank 0 to start and to print the error
 MODULES = {
@@ -222,7 +222,7 @@ def _explain_key(key: str, error: OmegaConfBaseException) -> str:
         return f"{key}: no such key; {_key_hint(key)}"
     problem = str(error.msg or error).strip().splitlines()[0]
     usual = default(to_schema_key(key))
-    if isinstance(error.value, float) and error.value.is_integer() and isinstance(usual, int):
+    if isinstance(error.value, float) and error.value.is_integer() and type(usual) is int:
         usual = int(error.value)  # such as train.steps=1e6
     return f"{key}: {problem}; valid would be {key}={'null' if usual is None else usual}"
 

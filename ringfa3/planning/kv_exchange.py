@@ -69,6 +69,9 @@ class KVExchange:
     grid: int
     alignment: int
 
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__.copy()  # other threads may add cached properties
+
     @cached_property
     def consecutive(self) -> bool:
         """Whether each row of `published` follows the one before."""

@@ -137,6 +137,11 @@ class Plan:
         self._scores: dict[tuple[int, int], int] = {}
         self._clipped: Plan | None = None
 
+    def __getstate__(self) -> dict[str, object]:
+        """Copies of what other threads may extend: a data loader sends plans on a thread."""
+        state = self.__dict__.copy().items()
+        return {name: x.copy() if isinstance(x, (dict, list)) else x for name, x in state}
+
     @cached_property
     def bands(self) -> Band:
         return self._ordered(self._make_bands())

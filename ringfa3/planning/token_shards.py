@@ -80,7 +80,7 @@ class TokenShards(ABC):
                 "make it with group=(rank, world)"
             )
         local = self._LOCAL.split()
-        return {name: value for name, value in self.__dict__.items() if name not in local}
+        return {name: value for name, value in self.__dict__.copy().items() if name not in local}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)

@@ -271,8 +271,12 @@ class Agreements:
     def meet(self, where: str) -> bool:
         """Whether all ranks meet at a point that each of them passes once, before the timeout."""
         keys = [f"ringfa3/{where}/{r}" for r in range(len(self._ranks))]
-        self.store.set(keys[self._rank], "")
-        return self._first_true([partial(self.store.check, keys)], self._timeout_s()) is not None
+        try:
+            self.store.set(keys[self._rank], "")
+            met = self._first_true([partial(self.store.check, keys)], self._timeout_s())
+        except RuntimeError:  # the store's host has gone
+            return False
+        return met is not None
 
     def _delete_keys(self, last: int) -> None:
         """Deletes this rank's keys up to agreement `last`: all ranks have entered a later one."""

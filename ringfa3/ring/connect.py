@@ -57,6 +57,7 @@ def connect(
         return None
     error: Exception | None = None
     on = "?"
+    hosts: Hosts | None = None
     try:
         if device is None:
             nccl = backend_of(process_group) == "nccl" and torch.cuda.is_available()
@@ -66,14 +67,14 @@ def connect(
             device = torch.device("cuda", torch.cuda.current_device())
         check_transport(transport, device)
         on = device.type
+        hosts = two_levels_of(transport, device, find_hosts(None, world, process_group))
     except Exception as problem:  # raised below, on all ranks
         error = problem
     ring = RingGroup.of(process_group)
-    settings = Settings({"connect": f"transport={transport!r} on {on}"})
+    settings = Settings({"connect": f"transport={transport!r} on {on}, hosts={hosts}"})
     ring.agree(settings, error, anew=True)
     assert isinstance(device, torch.device)
     ring.begin(settings)
-    hosts = two_levels_of(transport, device, find_hosts(None, world, process_group))
     connection(ring, device, transport, transport == "nccl", hosts)
     return ring.connections.last_transport
 

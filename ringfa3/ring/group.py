@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,18 +106,11 @@ class RingGroup:
         self.agreements.end()
         together = not self.alive and self._known_failure() is None
         try:
-            self.connections.close(self._meet if together else None)
+            self.connections.close(partial(self.agreements.meet, "closed") if together else None)
         finally:
             # this object and its parts refer to each other, which would keep the store's socket
             self.agreements.store = HashStore()
             self._known.pop(self._ref, None)
-
-    def _meet(self) -> bool:
-        """Whether all ranks have got here, before the timeout."""
-        try:
-            return self.agreements.meet("closed")
-        except RuntimeError:  # the store's host has gone
-            return False
 
     @property
     def store(self) -> Store:

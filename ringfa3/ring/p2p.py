@@ -39,7 +39,7 @@ class Message:
     what    for error messages, as in "forward hop 2: K/V"
     tag     0 to 3; messages of different tags between two ranks never match
     slot    0 or 1, the same in an exchange: of what the sender publishes to ranks of its host
-    at      first byte in the slot
+    at      first byte in the slot; None: the peer is on another host, or nothing is published
     """
 
     tensor: torch.Tensor
@@ -47,7 +47,7 @@ class Message:
     what: str
     tag: int
     slot: int = 0
-    at: int = 0
+    at: int | None = None
 
 
 class Exchange(Protocol):

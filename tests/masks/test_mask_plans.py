@@ -210,6 +210,32 @@ def test_a_plan_of_images_names_no_pair_of_them() -> None:
         np.testing.assert_array_equal(x, y)
 
 
+class _UsesPlan:
+    """While it is pickled, another thread makes what a call would make."""
+
+    def __init__(self, plan: ContextPlan) -> None:
+        self.plan = plan
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        hops, exchange = self.plan.hops, self.plan.kv_exchange
+        for use in (hops.bands, hops.backward(64, 64, deterministic=True), exchange.max_rows):
+            assert use is not None
+        assert self.plan.gathered.bands is not None
+        assert self.plan.digest
+        return str, ()
+
+
+@pytest.mark.parametrize("part", ["hops", "kv_exchange"])
+def test_a_plan_can_be_pickled_while_a_call_uses_it(part: str) -> None:
+    """Data loaders pickle on a thread. The copy has the same bands, exactly."""
+    mask = Mask.documents(640).with_bidirectional([40, 200], [60, 230])
+    plan = ContextPlan._remade(plan_context(mask, (1, 3)), (-1, -1), mask)  # no test has used it
+    vars(getattr(plan, part))["user"] = _UsesPlan(plan)
+    copied = pickle.loads(pickle.dumps(plan))
+    np.testing.assert_array_equal(copied.hops.bands.lo, plan.hops.bands.lo)
+    np.testing.assert_array_equal(copied.kv_exchange.max_rows, plan.kv_exchange.max_rows)
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_as_many_keys_as_queries_of_other_documents(layout: str) -> None:
     """80 queries and 80 keys over three ranks: every pair once."""

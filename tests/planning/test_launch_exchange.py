@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ringfa3.planning.context_plan import ContextPlan, plan_context
@@ -221,3 +221,18 @@ def test_joined_ranges_are_those_of_a_set(ranges: list[tuple[int, int, int]]) ->
         assert set().union(*here) == touched
         assert all(a.isdisjoint({x + d for x in b for d in (-1, 0, 1)})
                    for i, a in enumerate(here) for b in here[:i])  # fmt: skip
+
+
+OVERLAPPING = Case(
+    [30, 43, 50, 13], 6, "zigzag", True, (20, 0)
+)  # with rows counted twice: other launches
+
+
+@given(case=cases)
+@example(case=OVERLAPPING)
+def test_rows_that_are_needed_twice_count_once(case: Case) -> None:
+    """Launches are those of needs without overlaps, exactly: `needs` may name a row again."""
+    plan = case.plans()[0]
+    exchange, landing = plan.kv_exchange, Landing.of(plan.kv_exchange, plan.hosts)
+    again = replace(exchange, needs=np.tile(exchange.needs, 2))
+    assert launch_of_step(again, landing).tolist() == launch_of_step(exchange, landing).tolist()

@@ -3,6 +3,7 @@ connect: alone, whatever other ranks of the job do meanwhile."""
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -111,6 +112,8 @@ def _connect(group: dist.ProcessGroup, which: str) -> str:
             return "absent"
         transport = "nccl" if which == "transport" and wrong else "auto"
         device = "nowhere" if which == "device" and wrong else None
+        if which == "hosts" and wrong:
+            os.environ["RINGFA3_HOSTS"] = "3"
         if which == "ring call" and wrong:
             return str(_lse(group))
         return str(ringfa3.connect(group, device, transport))
@@ -123,6 +126,8 @@ def test_a_wrong_argument_of_connect_raises_on_all_ranks() -> None:
         assert "rank 1: transport='nccl' cannot move cpu tensors" in said
     for said in sacrifice(2, 10.0, _connect, "device"):
         assert "rank 1: RuntimeError: Expected one of cpu" in said
+    for said in sacrifice(2, 10.0, _connect, "hosts"):
+        assert "rank 1: RINGFA3_HOSTS=3: it must divide 2 ranks" in said
     for said in sacrifice(2, 10.0, _connect, "ring call"):
         assert "differs between the ranks of the CP group" in said
     said, _ = sacrifice(2, 2.0, _connect, "absent")

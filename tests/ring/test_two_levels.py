@@ -3,8 +3,10 @@ copy inside a host and send messages between hosts."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -147,6 +149,37 @@ def test_streams_order_the_copies_of_an_exchange() -> None:
             assert backend.done == wanted
 
 
+@pytest.mark.parametrize("sends", [True, False])
+def test_rows_without_an_address_are_not_copied(sends: bool) -> None:
+    """From any other one they would be wrong."""
+    calls = SimpleNamespace(copy=mock.Mock(), issue=list)
+    transport = TwoLevelTransport(mock.Mock(), Recording(), (3, 5), FakeTransport(), bool)  # type: ignore[arg-type]
+    messages = [Message(torch.ones(2, 2), 5, "K/V", 0)]
+    with (
+        mock.patch.object(two_levels, "cuda_driver", calls),
+        pytest.raises(ValueError, match="K/V: no byte of a slot is known for rank 5 of this host"),
+    ):
+        transport.exchange(*((messages, []) if sends else ([], messages)))
+
+
+def test_the_last_exchange_of_a_pass_holds_no_buffer() -> None:
+    """A copy's target lives until the compute stream has waited for the copy, and no longer."""
+    calls = SimpleNamespace(copy=mock.Mock(), issue=list)
+    transport = TwoLevelTransport(mock.Mock(), Recording(), (3, 5), FakeTransport(), bool)  # type: ignore[arg-type]
+    sent, received = torch.ones(2, 2), torch.ones(1, 2)
+    alive = weakref.ref(received)
+    sends, receives = ([Message(x, 5, "K/V", 0, 0, at)] for x, at in ((sent, 8), (received, 40)))
+    with mock.patch.object(two_levels, "cuda_driver", calls):
+        exchange = transport.exchange(sends, receives)
+        calls.copy.reset_mock()
+        del sends, receives, received
+        gc.collect()
+        assert alive() is not None
+        exchange.wait()
+    gc.collect()
+    assert alive() is None
+
+
 def test_a_rank_without_memory_raises_on_all_hosts() -> None:
     """The group stays usable, also for passes that would have had room before."""
     allocate, full = IpcMemory._allocate, [False]
@@ -251,7 +284,7 @@ def _opened(group: dist.ProcessGroup) -> list[tuple[list[str], str, list[bool]]]
         with mock.patch("ringfa3.ring.levels.opening.open_backend", opened):
             found = open_two_levels(own, (0, 1, 0, 1), CPU, FakeTransport(), f"test/{refused}")
         if isinstance(found, str):
-            assert backend.abandon.called == (own.rank in (0, 2))
+            assert backend.close.called == (own.rank in (0, 2))
         else:
             found.close(lost=False)
         results.append((lines, found if isinstance(found, str) else "", met))
@@ -262,11 +295,25 @@ NO_DRIVER = "rank 3: no CUDA driver"
 
 
 def test_all_hosts_open_or_none(ranks: processes.Ranks) -> None:
-    """Ranks of a host meet apart from other hosts. If one host cannot copy, no host does."""
+    """Ranks of a host meet apart from other hosts. If one host cannot copy, no host does, and the
+    ranks of another one meet to free the memory of their test."""
     lines = ["0 is 0 of 2", "2 is 1 of 2"], ["1 is 0 of 2", "3 is 1 of 2"]
     for rank, (works, refused) in enumerate(ranks.run(4, _opened)):
         assert works == (lines[rank % 2], "", [True])
-        assert refused == (lines[rank % 2], NO_DRIVER, [])
+        assert refused == (lines[rank % 2], NO_DRIVER, [] if rank % 2 else [True])
+
+
+def test_a_group_that_is_lost_while_it_opens_leaves_no_thread() -> None:
+    """What this host has opened is closed, without its peers."""
+    group = mock.Mock(rank=0, ranks=[4, 5], store=dist.HashStore())
+    group.gather.side_effect = RuntimeError("rank 5 has given up")
+    backend = mock.Mock()
+    with (
+        mock.patch("ringfa3.ring.levels.opening.open_backend", return_value=backend),
+        pytest.raises(RuntimeError, match="rank 5 has given up"),
+    ):
+        open_two_levels(group, (0, 1), CPU, FakeTransport(), "test")
+    assert backend.mock_calls == [mock.call.close()]
 
 
 def test_connections_end_what_copies() -> None:

@@ -72,7 +72,7 @@ class Entered:
         self.backend = object.__new__(SymmetricBackend)
         self.backend.memory = mock.Mock(device=GPU)
         self.backend.memory.holds.return_value = True
-        self.plan, self.asked = mock.Mock(world=2, kv_budget=None), []
+        self.plan, self.asked = mock.Mock(world=2, hosts=(0, 0), kv_budget=None), []
         memory = self.backend.memory if opened else None
         self.group = mock.MagicMock(rank=0)
         connections = self.group.connections

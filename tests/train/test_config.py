@@ -162,7 +162,7 @@ def test_help_explains_every_key_without_a_broken_word(width):
     text = help_text([], width)
     for group in GROUPS:
         assert f"  {group}: {', '.join(options(group))}" in text
-    assert "model: 125m, 1b, 8b, inherit, tiny" in text
+    assert "model: 125m, 1b, 8b, inherit, qwen3_8b, tiny" in text
     words = " ".join(text.split())
     for key in value_keys():
         assert f" {key} {describe_values(key)} {schema()[key].meaning}" in words

@@ -147,10 +147,10 @@ class LaunchExchange:
 class FlowOffsets(NamedTuple):
     """Where the parts of a `RowFlow` lie in the buffers of the other ranks of a host.
 
-    Of each transfer, by peer: the first row of a part in the buffer at the other end of its way.
+    Each transfer has a dictionary: the peer, and the first row of the part in the peer's buffer.
 
-    leaving   of the part that goes to the peer
-    arriving  of the part that comes from it
+    leaving   parts that go to the peer
+    arriving  parts that come from it
     """
 
     leaving: list[dict[int, int]]

@@ -60,9 +60,8 @@ class _MovedRows(NamedTuple):
     def of(cls, exchange: KVExchange, landing: Landing) -> _MovedRows:
         ranks, world = landing.ranks, len(exchange.tokens)
         hosts, most = ranks.ranks.shape
-        owner, hop, begin, end = exchange.needs
+        owner, hop, begin, end = exchange.runs().T  # `needs` may overlap
         rows = np.bincount(world * owner + hop, end - begin, world * world).astype(np.int64)
-        rows = np.minimum(rows.reshape(world, world), np.diff(exchange.visible)[..., 0])
         owner, hop = np.divmod(np.arange(world * world), world)
         reader = (owner + hop) % world
         via = landing.rank[owner, ranks.host[reader]]

@@ -154,21 +154,23 @@ class FlowMessages:
         tag: int,
         there: Mapping[int, int] | None = None,
     ) -> list[Message]:
-        """there: by peer, the row at which it has what comes from it; None: this rank sends.
+        """there: by peer of this host, the row at which it has what comes from it; None: this rank
+        sends.
 
         An exchange has K/V of a launch, and dK/dV of the launch two before: one slot for both.
         """
         messages = []
-        begin, size = (self._region.begin, self._region.rows) if self._region else (0, 0)
         for part in rows:
             if part.peer == self._rank:
                 continue
             what = f"{direction} hop {part.hop}: {self._what}"
-            row, first = part.begin if there is None else there.get(part.peer, 0), begin
+            row = part.begin if there is None else there.get(part.peer)
+            first = 0 if self._region is None else self._region.begin
             for x in tensors:
-                row_bytes = x.shape[1:].numel() * x.itemsize
-                at = first + row * row_bytes
+                at = None
+                if self._region is not None and row is not None:
+                    row_bytes = x.shape[1:].numel() * x.itemsize
+                    at, first = first + row * row_bytes, first + self._region.rows * row_bytes
                 rows_of = x[part.begin : part.end]
                 messages.append(Message(rows_of, part.peer, what, tag, transfer % 2, at))
-                first += size * row_bytes
         return messages

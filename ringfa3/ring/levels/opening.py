@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -52,15 +51,17 @@ def open_two_levels(
 
     def meet() -> bool:
         meetings.end()
-        with suppress(RuntimeError):  # the store's host has gone
-            return meetings.meet("closed")
-        return False
+        return meetings.meet("closed")
 
     opened = open_backend(HostGroup(group, mates, gather), device)
-    problem = opened if isinstance(opened, str) else ""
-    reason = next((found for found in group.gather(problem) if found), None)
-    if isinstance(opened, str) or reason is not None:
-        if not isinstance(opened, str):
-            opened.abandon()
-        return reason or problem
+    if isinstance(opened, str):
+        return next(filter(None, group.gather(opened)))
+    try:
+        reason = next(filter(None, group.gather("")), None)
+    except BaseException:
+        opened.close()  # nobody else would
+        raise
+    if reason is not None:
+        opened.close(meet)  # all ranks of this host have opened it
+        return reason
     return TwoLevelTransport(group, opened, mates, between, meet)

@@ -66,7 +66,7 @@ class TwoLevelTransport:
         self._number = {rank: number for number, rank in enumerate(mates)}
         self._size = 0  # bytes that all ranks of the group can publish
         self._readers: list[list[tuple[int, str]]] = [[], []]  # by slot: they may still copy
-        self._under_way: tuple[Message, ...] = ()
+        self._filled: Sequence[Message] = ()  # copies write to their tensors
 
     def begin(self, size: int) -> None:
         """Begins a pass whose exchanges publish at most so many bytes on any rank of the group.
@@ -74,29 +74,35 @@ class TwoLevelTransport:
         Raises StepError: on all ranks, if one has no room. The group stays usable.
         """
         slots = _Bytes({Buffer.KV_SHARED: size}, {Buffer.KV_SHARED: 1})
+        if size <= self._size:
+            self.backend.begin(slots)
+            return
+        self._size = 0  # on all hosts: all ask again
         problem = ""
         try:
             self.backend.begin(slots)
         except StepError as error:
             problem = str(error).replace("of the group", "of its host")
-        if size <= self._size:
-            return
-        self._size = 0  # on all hosts: all ask again
         for rank, found in zip(self._group.ranks, self._group.gather(problem), strict=True):
             if found:
                 raise StepError(f"rank {rank}: {found}")
         self._size = size
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        """As `Transport.exchange`."""
-        self._under_way = (*sends, *receives)  # streams use their tensors until the next exchange
+        """As `Transport.exchange`; the caller has waited for the exchange before."""
         (send, send_far), (receive, receive_far) = map(self._parted, (sends, receives))
         if send:
             self._publish(send[0].slot, send)
         if receive:
             self._copy(receive[0].slot, receive)
         far = self._between.exchange(send_far, receive_far) if send_far or receive_far else None
-        return _TwoLevelExchange(self.backend if receive else None, far)
+        return _TwoLevelExchange(self if receive else None, far)
+
+    def wait_for_copies(self) -> None:
+        """Later work of the compute stream waits for them. It may then take their memory, also if
+        no exchange follows."""
+        self._issue(WaitEvent(Stream.COMPUTE, ARRIVED))
+        self._filled = ()
 
     def completed_before(self, call: int) -> bool:
         """As `Transport.completed_before`, of the copies."""
@@ -128,7 +134,7 @@ class TwoLevelTransport:
             self._issue(*waits, RecordEvent(Stream.KV, FREE), WaitEvent(Stream.COMPUTE, FREE))
         published = backend.local(Buffer.KV_SHARED, slot)
         for m in sends:
-            published[m.at : m.at + m.tensor.nbytes].copy_(m.tensor.view(-1).view(torch.uint8))
+            published[slice(*_span(m))].copy_(m.tensor.view(-1).view(torch.uint8))
         names = {self._number[m.peer]: f"{m.what} copied by" for m in sends}
         self._readers[slot] = list(names.items())
         ready = (Signal(me, reader, Purpose.KV_READY, slot) for reader in names)
@@ -139,7 +145,7 @@ class TwoLevelTransport:
 
     def _copy(self, slot: int, receives: Sequence[Message]) -> None:
         """After all earlier work of the compute stream, which may use the tensors' memory."""
-        me = self.backend.group.rank
+        me, self._filled = self.backend.group.rank, receives
         self._issue(RecordEvent(Stream.COMPUTE, PUBLISHED), WaitEvent(Stream.KV, PUBLISHED))
         owners: dict[int, list[Message]] = {}
         for m in receives:
@@ -152,24 +158,30 @@ class TwoLevelTransport:
         self._issue(RecordEvent(Stream.KV, ARRIVED))
 
     def _copy_call(self, owner: int, slot: int, m: Message) -> cuda_driver.Call:
-        backend, size = self.backend, m.tensor.nbytes
-        part = BufferSlice(owner, Buffer.KV_SHARED, slot, m.at, m.at + size)
+        backend = self.backend
+        part = BufferSlice(owner, Buffer.KV_SHARED, slot, *_span(m))
         target, source = m.tensor.data_ptr(), backend.address(part)
-        return cuda_driver.copy(backend.handle(Stream.KV), target, source, size)
+        return cuda_driver.copy(backend.handle(Stream.KV), target, source, m.tensor.nbytes)
 
     def _issue(self, *operations: Operation) -> None:
         self.backend.issue(self.backend.prepare(operations, frozenset()))
 
 
-class _TwoLevelExchange(NamedTuple):
-    """backend: that copies; None: there is nothing to copy. far: messages to other hosts."""
+def _span(m: Message) -> tuple[int, int]:
+    """Bytes [begin, end) of a slot. Raises ValueError: rows would come from a wrong place."""
+    if m.at is None:
+        raise ValueError(f"{m.what}: no byte of a slot is known for rank {m.peer} of this host")
+    return m.at, m.at + m.tensor.nbytes
 
-    backend: SymmetricBackend | None
+
+class _TwoLevelExchange(NamedTuple):
+    """near: transport that copies; None: there is nothing to copy. far: messages to other hosts."""
+
+    near: TwoLevelTransport | None
     far: Exchange | None
 
     def wait(self) -> None:
-        if self.backend is not None:
-            arrived = [WaitEvent(Stream.COMPUTE, ARRIVED)]
-            self.backend.issue(self.backend.prepare(arrived, frozenset()))
+        if self.near is not None:
+            self.near.wait_for_copies()
         if self.far is not None:
             self.far.wait()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,11 @@ from rich.console import Console
 from ringfa3.bench.__main__ import plot_only
 from ringfa3.bench.attention.cases import select
 from ringfa3.bench.attention.plot import attention_figures
+from ringfa3.bench.attention.run import PRESENTATION
 from ringfa3.bench.attention.table import attention_lines, attention_tables
 from ringfa3.bench.common.cases import FORWARD, Case
 from ringfa3.bench.common.plot import draw
+from ringfa3.bench.common.report import Report
 from ringfa3.bench.common.results import (
     FASTER,
     PLAIN,
@@ -239,6 +243,21 @@ def test_the_line_at_the_end_names_the_worst_row(results: Results) -> None:
     assert "worst 0.900 (forward d64 full 2 x 32)" in line
     assert line.endswith("; 1 rows without figures")
     assert summary_line(results, "nobody") == "no row against nobody was measured"
+
+
+def test_a_report_has_the_tables_of_each_set(results: Results, tmp_path: Path) -> None:
+    """In order, with the rows of that set alone."""
+
+    def tables(of_set: Results) -> Iterator[Table]:
+        yield Table([of_set.rows[0].set], [[f"{row.set} {row.label}"] for row in of_set.rows])
+
+    presentation = replace(PRESENTATION, tables=tables, figures=lambda results: iter(()))
+    Report(results, presentation, tmp_path / "report", "", quiet=True).close(None, {})
+    lines = (tmp_path / "report" / "table.txt").read_text().splitlines()
+    rows = [line.strip("│ ") for line in lines if line.startswith("│")]
+    assert rows == [f"{row.set} {row.label}" for row in results.rows]
+    columns = [line.strip("┃ ") for line in lines if line.startswith("┃")]
+    assert columns == list(dict.fromkeys(row.set for row in results.rows))
 
 
 def test_a_smoke_run_says_so_everywhere(results: Results, tmp_path: Path) -> None:
