@@ -30,6 +30,7 @@ struct Unspecialised : Shapes {
   static constexpr int Producers = 0;
   static constexpr bool MayOverflow = false;  // no queue issues an item again
   static constexpr int Threads = kWarpgroup * Shapes::Consumers;
+  static constexpr bool kNarrows = false;  // the loads are others
   // With the loads, more early elements spill.
   static constexpr ForwardPolicy kPolicy = [] {
     ForwardPolicy policy = Shapes::kPolicy;

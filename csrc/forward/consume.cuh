@@ -17,6 +17,7 @@
 
 #include "forward/epilogue.cuh"
 #include "forward/mask.cuh"
+#include "forward/narrow_span.cuh"
 #include "forward/operands.cuh"
 #include "forward/partial_output.cuh"
 #include "forward/row_scales.cuh"
@@ -155,6 +156,9 @@ struct ForwardConsumer {
     if (!o_empty) {
       load_partial<Shapes>(p, smem.work[work_stage.index()], o);
       softmax.resume(earlier_lse, lane, o);
+    }
+    if constexpr (Shapes::kNarrows) {
+      if (smem.work[work_stage.index()].narrow) attend_narrow_span(self());
     }
     if (unmasked == 0 && hides_block(block, kWarpRows * warp)) {
       clear(fP);
@@ -327,7 +331,7 @@ struct ForwardConsumer {
     if constexpr (!Shapes::QuantisedV) {  // e4m3 tiles have zeros there
       if (valid_rows == N) return;
       smem.v_full[v_stage.index()].wait(v_stage.phase());
-      zero_tail_rows_of_v<Shapes>(smem, v_stage.index(), valid_rows, thread);
+      zero_tail_rows_of_v(v_tile<Shapes>(smem, v_stage.index()), valid_rows, thread);
       order().sync();
     }
   }

@@ -81,7 +81,8 @@ cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t strea
                           .group = heads / a.k.heads,
                           .num_work = a.num_tiles * heads,
                           .scale_log2 = a.softmax_scale * kLog2e,
-                          .scales = {}};
+                          .scales = {},
+                          .narrow = {}};
   if constexpr (Shapes::Quantised) p.scales = args.scales;
   constexpr int kBlocks = kKeyTile / Shapes::N;  // of a tile of V
   bool const v_fits = Shapes::QuantisedV
@@ -91,6 +92,13 @@ cudaError_t launch_forward(typename Shapes::Args const& args, cudaStream_t strea
       !encode<ElementQK>(p.k, a.k, Shapes::N, Shapes::D) ||
       !encode<Element>(p.out, a.out, kWarpRows, Shapes::DV)) {
     return cudaErrorInvalidValue;
+  }
+  if constexpr (Shapes::kNarrows) {
+    constexpr int kRows = Shapes::kPolicy.narrow_keys;
+    if (!encode<ElementQK>(p.narrow.k, a.k, kRows, Shapes::D) ||
+        !encode<ElementPV>(p.narrow.v, a.v, kRows, Shapes::DV)) {
+      return cudaErrorInvalidValue;
+    }
   }
   static_assert(registers_suffice(Shapes::kRegisters, Shapes::Producers, Shapes::Consumers));
   constexpr int kSmem = sizeof(typename Shapes::SharedStorage);

@@ -29,6 +29,25 @@ CUTE_DEVICE void load_values(ForwardParams<Shapes> const& p, typename Shapes::Sh
   }
 }
 
+// Loads a tile's narrow span: its K after that of the first block, its V before.
+template <class Shapes>
+CUTE_DEVICE void load_narrow_span(ForwardParams<Shapes> const& p,
+                                  typename Shapes::SharedStorage& smem,
+                                  PipelineState<Shapes::Stages> stage,
+                                  typename Shapes::Work const& work) {
+  constexpr int kRows = Shapes::kPolicy.narrow_keys;
+  BlockIterator<kRows, false, Shapes::Clips> block(work, p.args.spans);
+  block.begin_first_span();
+  int const row = work.spans[0].key_row + block.start;
+  int const k = stage.index(), v = stage.previous().index();
+  smem.k_empty[k].wait(stage.phase() ^ 1);
+  load_box<kRows, Shapes::D>(p.narrow.k, smem.k_full[k], smem.k + k * Shapes::N * Shapes::D, row,
+                             work.kv_head);
+  smem.v_empty[v].wait(stage.previous().phase() ^ 1);
+  load_box<kRows, Shapes::DV>(p.narrow.v, smem.v_full[v], smem.v + v * Shapes::N * Shapes::DV, row,
+                              work.kv_head);
+}
+
 // One thread. Loads V one block after K, in the order in which consumers read them. Returns the
 // stage after the last one.
 template <class Shapes>
@@ -62,7 +81,14 @@ CUTE_DEVICE PipelineState<Shapes::Stages> load_tiles(ForwardParams<Shapes> const
     if (!(work.tile.flags & kFirst)) prefetch_partial(p, work);
     if constexpr (Shapes::QStages > 1) load_q();
     auto load_v = [&](int at) { load_values(p, smem, k_stage.previous(), at, work); };
+    auto wait_for_keys = [&](int arrival) {
+      if (arrived >> arrival & 1) return;
+      wait_for_arrival(p.args.arrivals + arrival);
+      asm volatile("fence.proxy.async;" ::: "memory");  // before TMA reads these keys
+      arrived |= 1u << arrival;
+    };
     typename Shapes::Blocks block(work, p.args.spans);
+    if constexpr (Shapes::kNarrows) block.index += work.narrow;
     int span = -1, key_row = 0;  // of the block
     int v_at = -1;               // the position of the block before, whose V is loaded next
     block.next();
@@ -72,11 +98,7 @@ CUTE_DEVICE PipelineState<Shapes::Stages> load_tiles(ForwardParams<Shapes> const
         span = block.index;
         SpanColumns const c = block.columns();
         key_row = c.key_row;
-        if (!(arrived >> c.arrival & 1)) {
-          wait_for_arrival(p.args.arrivals + c.arrival);
-          asm volatile("fence.proxy.async;" ::: "memory");  // before TMA reads these keys
-          arrived |= 1u << c.arrival;
-        }
+        wait_for_keys(c.arrival);
       }
       int const row = key_row + block.start;
       int at = row;                    // where the block's V is
@@ -103,6 +125,13 @@ CUTE_DEVICE PipelineState<Shapes::Stages> load_tiles(ForwardParams<Shapes> const
         load_q();  // after the first K: a stage of K is free before the last tile releases Q
       }
       k_stage.advance();
+      if constexpr (Shapes::kNarrows) {
+        if (v_at < 0 && work.narrow) {
+          wait_for_keys(work.spans[0].arrival);
+          load_narrow_span(p, smem, k_stage, work);
+          k_stage.advance();
+        }
+      }
       v_at = at;
     }
     load_v(v_at);

@@ -31,18 +31,22 @@ CUTE_DEVICE auto v_operand(typename Shapes::SharedStorage& smem, int thread) {
   return typename Shapes::MmaO{}.get_slice(thread).partition_fragment_B(sV);
 }
 
-// A warpgroup: zeroes rows [first, N) of V, which belong to the next segment. Their P is 0, but
+// V of a stage, (DV, N).
+template <class Shapes>
+CUTE_DEVICE auto v_tile(typename Shapes::SharedStorage& smem, int stage) {
+  return make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemV{})(_, _, stage);
+}
+
+// A warpgroup: zeroes rows [first, N) of V, a tensor (DV, N) in shared memory, which belong to the next segment. Their P is 0, but
 // 0 * inf is NaN. Products read the zeros after a barrier of the warpgroup. Several warpgroups may
 // write one stage, and one may read it already: all write the same zeros, and it has written them.
-template <class Shapes>
-CUTE_DEVICE void zero_tail_rows_of_v(typename Shapes::SharedStorage& smem, int stage, int first,
-                                     int thread) {
-  static_assert(!Shapes::QuantisedV);       // the head dim is contiguous, 8 elements at a time
-  constexpr int kVectors = Shapes::DV / 8;  // of a row
-  Tensor sV = make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemV{});  // (DV, N, S)
+template <class Values>
+CUTE_DEVICE void zero_tail_rows_of_v(Values const& v, int first, int thread) {
+  constexpr int N = decltype(size<1>(v))::value;
+  constexpr int kVectors = decltype(size<0>(v))::value / 8;  // of a row; the head dim is contiguous
 #pragma unroll 1
-  for (int i = thread; i < (Shapes::N - first) * kVectors; i += kWarpgroup) {
-    auto& vector = sV(i % kVectors * 8, first + i / kVectors, stage);
+  for (int i = thread; i < (N - first) * kVectors; i += kWarpgroup) {
+    auto& vector = v(i % kVectors * 8, first + i / kVectors);
     reinterpret_cast<uint4&>(vector) = uint4{};
   }
   cutlass::arch::fence_view_async_shared();

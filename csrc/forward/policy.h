@@ -29,6 +29,7 @@ enum class Precision { Native, Fp8, Int8 };
 //                   and not after it. Measured: both pay where tiles are short or wait for Q.
 // sums_rounded      O is divided by the sum of rounded P, not of P: the rounding of a dominant P
 //                   cancels. Measured: it costs less than 2% of speed at d256, 13% and more below.
+// narrow_keys       Keys of a narrow span at most, see narrow_span.cuh; 0: none is.
 // opaque_operands   The descriptors of Q and K are recomputed instead of spilled.
 // keeps_p           E4M3 P stays in registers until its sums are checked. Where they are out of
 //                   range, P is multiplied instead of computed again. Registers limit it: with
@@ -43,6 +44,7 @@ struct ForwardPolicy {
   int unmasked_rest = 0;
   bool releases_q_early = false, looks_ahead = false;
   bool sums_rounded = false, opaque_operands = false;
+  int narrow_keys = 0;
   bool keeps_p = false;
   bool ping_pong = true;
 };
@@ -53,14 +55,15 @@ constexpr ForwardPolicy kForwardPolicy{};
 template <>
 constexpr ForwardPolicy kForwardPolicy<64, 3, Precision::Native>{
     .stages = 2, .q_stages = 2, .boxed_o = true, .unmasked_rest = 1, .releases_q_early = true,
-    .looks_ahead = true};
+    .looks_ahead = true, .narrow_keys = 16};
 template <>
 constexpr ForwardPolicy kForwardPolicy<64, 2, Precision::Native>{
     .stages = 2, .q_stages = 2, .boxed_o = true, .early_elements = 48, .unmasked_rest = 1,
-    .releases_q_early = true, .looks_ahead = true};
+    .releases_q_early = true, .looks_ahead = true, .narrow_keys = 16};
 template <>
 constexpr ForwardPolicy kForwardPolicy<128, 2, Precision::Native>{
-    .stages = 2, .q_stages = 2, .boxed_o = true, .early_elements = 48, .unmasked_rest = 1};
+    .stages = 2, .q_stages = 2, .boxed_o = true, .early_elements = 48, .unmasked_rest = 1,
+    .narrow_keys = 16};
 template <>
 constexpr ForwardPolicy kForwardPolicy<192, 2, Precision::Native>{
     .stages = 2, .q_stages = 1, .splits_q = true, .early_elements = 48, .unmasked_rest = 1,

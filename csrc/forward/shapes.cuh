@@ -79,6 +79,7 @@ struct ForwardShapes {
   static constexpr int Consumers = Consumers_;  // warpgroups, of 64 rows each
   static constexpr int M = 64 * Consumers;
   static constexpr ForwardPolicy kPolicy = kForwardPolicy<D, Consumers, Precision_>;
+  static constexpr bool kNarrows = kPolicy.narrow_keys > 0;
   static constexpr int Stages = kPolicy.stages;
   static constexpr int QStages = kPolicy.q_stages;
   static constexpr int QParts = kPolicy.splits_q ? Consumers : 1;
@@ -122,6 +123,12 @@ struct ForwardShapes {
 
 struct NoScales {};  // of operands in 16 bits
 
+// The boxes of a narrow span, `kPolicy.narrow_keys` rows of K and of V.
+struct NarrowMaps {
+  CUtensorMap k, v;
+};
+struct NoNarrowMaps {};
+
 template <class Shapes>
 struct ForwardParams {
   CUtensorMap q, k, v, out;
@@ -131,6 +138,7 @@ struct ForwardParams {
   int32_t num_work;  // work items: tiles x heads
   float scale_log2;  // of scores, to log2 units
   std::conditional_t<Shapes::Quantised, OperandScales, NoScales> scales;
+  std::conditional_t<Shapes::kNarrows, NarrowMaps, NoNarrowMaps> narrow;
 };
 
 // The sink of a head in the rows of a tile; -inf: none. With 8 bits another pass counts it.

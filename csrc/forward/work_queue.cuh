@@ -68,6 +68,10 @@ CUTE_DEVICE void count_blocks(ForwardArgs const& a, typename Shapes::Work& work,
       auto const& span = spans[work.tile.first_span + first + lane];
       SpanColumns const c(work.tile, span);
       own = Blocks::blocks(c), own_whole = Blocks::whole(c, span, work.tile.rows);
+      if (Shapes::kNarrows && first + lane == 0 && work.tile.num_spans > 1 &&
+          c.narrow(Shapes::kPolicy.narrow_keys)) {
+        work.narrow = 1, own = 0, own_whole = true;
+      }
     }
     int const blocks = __reduce_add_sync(0xffffffff, own);
     if (lane == 0) work.blocks += blocks;
@@ -77,6 +81,9 @@ CUTE_DEVICE void count_blocks(ForwardArgs const& a, typename Shapes::Work& work,
     if (lane >= run) own = 0;
     own = __reduce_add_sync(0xffffffff, own);
     if (lane == 0) work.whole_spans += run, work.whole_blocks += own;
+  }
+  if (Shapes::kNarrows && lane == 0 && work.blocks == 0) {  // the others are empty: a block of N
+    work.blocks = 1, work.narrow = work.whole_spans = 0;
   }
 }
 
@@ -133,7 +140,7 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
         work.head = head;
         work.kv_head = head / p.group;
         work.use_row_max = false;
-        work.blocks = work.whole_spans = work.whole_blocks = 0;
+        work.blocks = work.whole_spans = work.whole_blocks = work.narrow = 0;
       }
       if constexpr (Shapes::Clips) copy_visits(a, work, lane);
       count_blocks<Shapes>(a, work, lane);

@@ -34,6 +34,8 @@ struct SpanColumns {
         key_row(v.key_row),
         keys(v.keys),
         arrival(v.arrival) {}
+  // Whether the tile needs at least one and at most `width` columns.
+  RINGFA3_DEVICE bool narrow(int width) const { return begin < end && end - begin <= width; }
 };
 
 // The rows [begin, end) of a tile that belong to a clipped span. If the tile's last row does, `end`
@@ -53,7 +55,9 @@ constexpr int kEndOfWork = -2;
 struct WorkItem {
   int32_t head;  // or kNoWork, kEndOfWork
   int32_t kv_head;
-  int32_t unused;  // puts the tile at byte 12: at byte 8 ptxas spills 8 bytes more at d128 and d256
+  // 1: the first span is narrow, and has no block of N keys; see forward/narrow_span.cuh. 0: it is
+  // not. It also puts the tile at byte 12: at byte 8 ptxas spills 8 bytes more at d128 and d256.
+  int32_t narrow;
   Tile tile;
   SpanColumns spans[kDecodedSpans];  // the first ones; the rest are decoded from the plan
   // Every block takes its maximum as the shift: P is at most 1, or 2 in float16. Only rows of
@@ -62,7 +66,8 @@ struct WorkItem {
   // Bit `lane` of [warp][r]: the lane has an element of its row r that is not finite.
   uint32_t overflow[kConsumerWarps][2];
   int32_t blocks;  // of the tile
-  // The first spans of the tile in which no block needs a mask, and the blocks that they have.
+  // The first spans of the tile in which no block needs a mask, and the blocks that they have. A
+  // narrow span counts as one of no block.
   int32_t whole_spans, whole_blocks;
 };
 
@@ -105,6 +110,13 @@ struct BlockIterator {
     work = &other, index = other.whole_spans - 1, begin = 0;
     end = keys = N * other.whole_blocks;
     return next();
+  }
+
+  // At the last columns of the tile's first span, which has some.
+  RINGFA3_DEVICE void begin_first_span() {
+    SpanColumns const& c = work->spans[0];
+    index = 0, begin = c.begin, end = c.end, keys = c.keys;
+    start = max(end - N, 0);
   }
 
   // Blocks of a span.

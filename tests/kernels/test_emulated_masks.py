@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,8 +13,10 @@ from ringfa3 import flash_attn_mask_func, plan_context
 from ringfa3.build.units import select_units
 from ringfa3.kernels import forward
 from ringfa3.kernels.backward import BackwardPass
+from ringfa3.planning.tile_schedule import FIRST, LAST, Tiling
 from tests.support.dense import gradients
-from tests.support.emulation import EAGERNESS, Machine, draws
+from tests.support.emulation import EAGERNESS, Machine, draws, unit
+from tests.support.forward_checks import empty_partial_out
 from tests.support.mask_checks import dense_results, dsink_size, given_of, hold_gate
 from tests.support.masks import Union, random_union
 
@@ -95,6 +98,76 @@ def test_whole_spans_hold_the_gate(emulated: Machine, d: int) -> None:
     assert isinstance(outputs, tuple)
     plain, exact = (dense_results(BLOCKS, given, x)[:2] for x in (torch.bfloat16, torch.float64))
     hold_gate(outputs, plain, exact, 0.0, "blocks")
+
+
+# A narrow span, which four or 13 keys are, then padding, then a window. Of the clipped one a tile has
+# rows that do not attend to it, or to some of its keys.
+WINDOW = ("|", (0, 300, 24, 300, -164, -24))
+FIRST_KEYS = Union(300, 300, [("|", (0, 300, 0, 4, -300, 300)), WINDOW])
+SOME_ROWS = Union(300, 300, [("|", (40, 200, 0, 13, -150, 300)), WINDOW])
+NARROW_SHAPES = [SHAPES[0], *(x for x in SHAPES[1:] if x.values[1] < 256)]
+
+
+def narrow_tiles(tiling: Tiling) -> int:
+    """Tiles that need 1 to 16 columns of their first span, and other spans."""
+    tile, columns = tiling.visit_columns()
+    first = columns[np.unique(tile, return_index=True)[1]]
+    return int(((0 < first) & (first <= 16) & (np.bincount(tile) > 1)).sum())
+
+
+@pytest.mark.parametrize("lead", [1, 8], ids=["equal", "leading"])
+@pytest.mark.parametrize("union", [FIRST_KEYS, SOME_ROWS], ids=["whole", "clipped"])
+@pytest.mark.parametrize(("dtype", "d"), NARROW_SHAPES)
+def test_narrow_spans_hold_the_gate(
+    emulated: Machine, dtype: torch.dtype, d: int, union: Union, lead: int
+) -> None:
+    """`hold_gate` of out and LSE, where scores of the narrow span are as others, or lead. NaN of
+    padding, which the narrow span's box has, reaches nothing.
+    """
+    plan = plan_context(union.mask(), (0, 1)).hops.clipped
+    assert plan.clips == (union is SOME_ROWS)
+    assert narrow_tiles(plan.forward(128)[0]) >= 2
+    emulated.settings(lead, EAGERNESS[lead % 4])
+    torch.manual_seed(lead)
+    given = given_of(union, 2, 1, d, dtype, False, "cpu")
+    given[0][1][:13] *= lead
+    q, k, v = (x.clone() for x in given[0])
+    for x in (k, v):
+        x[13 if plan.clips else 4 : 24] = torch.nan
+    outputs = flash_attn_mask_func(q, k, v, union.mask(), return_lse=True)
+    assert isinstance(outputs, tuple)
+    plain, exact = (dense_results(union, given, x)[:2] for x in (dtype, torch.float64))
+    hold_gate(outputs, plain, exact, 0.0, f"{union}")
+
+
+@pytest.mark.parametrize(("dtype", "d"), NARROW_SHAPES)
+def test_a_narrow_span_merges_with_an_earlier_hop(
+    emulated: Machine, dtype: torch.dtype, d: int
+) -> None:
+    """`hold_gate` of out and LSE: keys from 200 on are the first hop's. Of two hops, their O and LSE
+    lie between launches in float32.
+    """
+    union = Union(300, 300, [("|", (0, 300, a, b, -300, 300)) for a, b in ((0, 4), (24, 180))])
+    union.steps.append(("|", (0, 300, 200, 300, -300, 300)))
+    emulated.settings(3)
+    torch.manual_seed(3)
+    given = given_of(union, 2, 1, d, dtype, False, "cpu")
+    of_shape = unit("forward", given[0][0])
+    plan = plan_context(union.mask(), (0, 1)).hops
+    whole = plan.forward(of_shape.tile_m)[0]
+    assert (whole.tiles["num_spans"] == 3).all()
+    out = torch.full_like(given[0][0], torch.nan)
+    lse = torch.full((2, 300), torch.nan)
+    running = empty_partial_out(of_shape, plan, 2, "cpu")
+    for first, spans, flag in ((2, 1, FIRST), (0, 2, LAST)):
+        tiles = whole.tiles.copy()
+        tiles["first_span"] += first
+        tiles["num_spans"], tiles["flags"] = spans, flag
+        hop = Tiling(whole.size, tiles, whole.spans, whole.earlier)
+        assert narrow_tiles(hop) == (flag == LAST) * len(tiles)
+        forward.attend(of_shape, *given[0][:3], hop, d**-0.5, out, running, lse)
+    plain, exact = (dense_results(union, given, x)[:2] for x in (dtype, torch.float64))
+    hold_gate((out, lse), plain, exact, 0.0, "hops")
 
 
 def test_kernels_of_whole_spans_refuse_clipped_ones(emulated: Machine) -> None:
