@@ -158,7 +158,7 @@ struct ForwardConsumer {
       softmax.resume(earlier_lse, lane, o);
     }
     if constexpr (Shapes::kNarrows) {
-      if (smem.work[work_stage.index()].narrow) attend_narrow_span(self());
+      if (smem.work[work_stage.index()].narrow) return join_narrow_span(self());
     }
     if (unmasked == 0 && hides_block(block, kWarpRows * warp)) {
       clear(fP);

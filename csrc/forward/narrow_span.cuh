@@ -2,14 +2,14 @@
 // and columns of other spans. A window with visible first keys has one in every tile.
 //
 // As a block of N keys it would cost as much as a block of which every key is visible. It has
-// products of its own instead, before the softmax of the tile's first block, whose S is in
-// registers by then:
+// products of its own instead, and one softmax with the tile's first block, whose S is in registers
+// by then:
 //
-//   wgmma       | S of the first block | S (64, n)      | P (64, n) V |
-//   registers   |                      |     | softmax  |             | softmax of the first block
+//   wgmma       | S (64, n)           |                | P (64, n) V |
+//   registers   | mask of the block   | maxima, P of n | P of the block
 //
-// The products wait for nothing that another warpgroup does, so they run outside of
-// `WarpgroupOrder`. None is in flight at the branch: ptxas would serialise it.
+// The products run outside of `WarpgroupOrder`: they take a tenth of a block's. No product crosses
+// the branch around them: ptxas would serialise all.
 //
 // Letters in shapes: n keys of a narrow span, D head dim of Q and K, DV head dim of V and O.
 #pragma once
@@ -35,27 +35,30 @@ struct NarrowShapes {
                                        Shape<Int<Shapes::DV>, Int<N>>{}, Step<_2, _1>{}));
 };
 
-// Adds the narrow span to O and to the softmax of a tile, which may have begun in earlier hops.
+// The softmax of a tile's first block, as `ForwardConsumer::first_softmax`, and of its narrow span,
+// whose P V it adds to O.
 template <class Consumer>
-CUTE_DEVICE void attend_narrow_span(Consumer& c) {
+CUTE_DEVICE void join_narrow_span(Consumer& c) {
   using Shapes = typename Consumer::Shapes;
   using Element = typename Consumer::ElementPV;
   using Narrow = NarrowShapes<Shapes>;
   constexpr int N = Narrow::N;
+  static_assert(!Consumer::kPolicy.sums_rounded);
   BlockIterator<N, false, Shapes::Clips> block(c.smem.work[c.work_stage.index()], c.p.args.spans);
   block.begin_first_span();
 
   typename Narrow::MmaS mma_s;
-  auto s = partition_fragment_C(mma_s, Shape<_64, Int<N>>{});
+  auto s = partition_fragment_C(mma_s, Shape<_64, Int<N>>{});  // S (64, n)
+  auto prob = make_tensor<float>(shape(s));
   auto p = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<N / 16>>{});
   auto* const k = c.smem.k + c.k_stage.index() * Shapes::N * Shapes::D;
+  auto* const v = c.smem.v + c.v_stage.index() * Shapes::N * Shapes::DV;
   Tensor sK = make_tensor(make_smem_ptr(k), typename Narrow::SmemK{});
+  Tensor sV = make_tensor(make_smem_ptr(v), typename Narrow::SmemV{});
   c.wait_for_k();
   issue(mma_s, c.fQ(_, _, _, c.q_stage.index()),
         mma_s.get_slice(c.thread).partition_fragment_B(sK), s, false);
-
-  auto* const v = c.smem.v + c.v_stage.index() * Shapes::N * Shapes::DV;
-  Tensor sV = make_tensor(make_smem_ptr(v), typename Narrow::SmemV{});
+  if (c.unmasked == 0) apply_mask(c.s, c.block, c.row, c.lane);
   c.smem.v_full[c.v_stage.index()].wait(c.v_stage.phase());
   if (block.valid_rows() < N) {
     zero_tail_rows_of_v(sV, block.valid_rows(), c.thread);
@@ -66,14 +69,16 @@ CUTE_DEVICE void attend_narrow_span(Consumer& c) {
   c.self().finish_qk();
 
   apply_mask(s, block, c.row, c.lane);
-  auto prob = make_tensor<float>(shape(s));
-  c.softmax.rescale(s, prob, c.softmax.begin(), c.o_scale, c.scale());
+  float sum[2][2] = {};
+  c.softmax.take_maximum(c.softmax.begin(), c.o_scale, c.scale(), c.s, s);
+  c.softmax.template exponentiate<0, decltype(size(s))::value>(s, prob, sum, c.scale());
   to_operand<Element>(prob, p);
-  if constexpr (Consumer::kPolicy.sums_rounded) c.softmax.add_rounded(p);
   if (!c.o_empty) scale_rows(c.o, c.o_scale);
-
   issue(c.mma_o, p, c.mma_o.get_slice(c.thread).partition_fragment_B(sV), c.o, !c.o_empty);
   c.o_empty = false;
+  c.softmax.template exponentiate<0, Consumer::kSize>(c.s, c.prob, sum, c.scale());
+  to_operand<Element>(c.prob, c.fP);
+  c.softmax.add_rescaled(sum, c.o_scale);
   warpgroup_wait<0>();
   c.self().finish_pv();
 }

@@ -236,33 +236,40 @@ struct OnlineSoftmax {
     }
   }
 
-  // Rescales the rows that are `out_of_range`. The new shift is the maximum over their lanes that
-  // are `out_of_range`, less kBelowMaximum, but not below the old shift, which does not count in a
-  // `first_block`. Computes P again and adds it to the total. The caller multiplies O by `decay`.
-  // Other rows keep their bits.
+  // Rescales the rows that are `out_of_range`, as `take_maximum`. Computes P again and adds it to the
+  // total. The caller multiplies O by `decay`.
   template <class Scores, class P, class Scale>
   CUTE_DEVICE void rescale(Scores const& s, P& p, Needs const& needs, float (&decay)[2],
                            Scale const& scale_log2) {
-    constexpr int kSize = decltype(size(s))::value;
+    take_maximum(needs, decay, scale_log2, s);
+    float sum[2][2] = {};
+    exponentiate<0, decltype(size(s))::value>(s, p, sum, scale_log2);
+    add_rescaled(sum, decay);
+  }
+
+  // A new shift of the rows that are `out_of_range`: the maximum of S, in one fragment or in
+  // several, over their lanes that are `out_of_range`, less kBelowMaximum. But not below the old
+  // shift, which does not count in a `first_block`. Other rows keep their bits.
+  template <class Scale, class... Scores>
+  CUTE_DEVICE void take_maximum(Needs const& needs, float (&decay)[2], Scale const& scale_log2,
+                                Scores const&... s) {
+    float most[2] = {-INFINITY, -INFINITY};
+    ((most[0] = fmaxf(most[0], row_max<0>(s)), most[1] = fmaxf(most[1], row_max<1>(s))), ...);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      float peak[2] = {s(2 * r), s(2 * r + 1)};
-      CUTE_UNROLL
-      for (int n = 4 + 2 * r; n < kSize; n += 4) {
-        peak[0] = fmaxf(peak[0], s(n)), peak[1] = fmaxf(peak[1], s(n + 1));
-      }
       float high = needs.first_block[r] ? -INFINITY : shift[r];
       if (needs.out_of_range[r]) {
-        float const most = fmaxf(peak[0], peak[1]) * of_row(scale_log2, r);
-        high = fmaxf(high, most - Range::kBelowMaximum);
+        high = fmaxf(high, most[r] * of_row(scale_log2, r) - Range::kBelowMaximum);
       }
       high = quad_max(high);
       decay[r] = needs.first_block[r] ? 0.f : exp2f(shift[r] - high);
       state = high == -INFINITY ? state | (kNew << r) : state & ~(kNew << r);
       shift[r] = high == -INFINITY ? kStart : high;
     }
-    float sum[2][2] = {};
-    exponentiate<0, kSize>(s, p, sum, scale_log2);
+  }
+
+  // Adds the sums of P to the total, after `take_maximum`.
+  CUTE_DEVICE void add_rescaled(float const (&sum)[2][2], float const (&decay)[2]) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       total[r] = total[r] * decay[r] + (sum[r][0] + sum[r][1]);
