@@ -258,8 +258,9 @@ struct ForwardConsumer {
       finish_lse(work, lse);
       if (early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       begin_tile();
-      warpgroup_wait<0>();
+      warpgroup_wait<1>();
       self().finish_qk();
+      warpgroup_wait<0>();
     } else {
       order().wait();
       pv();
