@@ -216,11 +216,11 @@ struct ForwardConsumer {
   // Issues P V of the block before, concurrently with S of this block, and waits for S.
   CUTE_DEVICE void start_block() {
     order().wait();
-    qk_and_pv();
+    self().qk_and_pv();
     order().arrive();
     o_empty = false;
     row_scales.begin_block(smem, k_stage.index());
-    warpgroup_wait<1>();
+    self().wait_for_scores();
     self().finish_qk();
   }
 
@@ -258,7 +258,7 @@ struct ForwardConsumer {
       finish_lse(work, lse);
       if (early_lse) store_lse<Shapes>(p, work, row, lane, lse, inside);
       begin_tile();
-      warpgroup_wait<1>();
+      self().wait_for_scores();
       self().finish_qk();
       warpgroup_wait<0>();
     } else {
@@ -309,11 +309,13 @@ struct ForwardConsumer {
     issue(mma_o, fP, fV(_, _, _, v_stage.index()), o, !o_empty);
   }
 
-  // Issues S of the next block and P V of the last one.
+  // Issues S of the next block, then P V of the last one; `wait_for_scores` waits for S.
   __device__ void qk_and_pv() {
     qk(s);
     pv();
   }
+
+  __device__ void wait_for_scores() { warpgroup_wait<1>(); }
 
   __device__ void finish_qk() {
     warpgroup_fence_operand(s);
