@@ -301,12 +301,12 @@ struct RoleSplitConsumer {
   __device__ void add_dq_tile(uint32_t count) {
     warpgroup_fence_operand(dq);
     RowBlock const& block = block_at(count);
-    if (p.args.dq_semaphore) smem.dq_granted[kWarpgroupIndex].wait(PipelineState<1>{count}.phase());
+    if (p.args.dq_semaphore) smem.dq_granted.wait(PipelineState<1>{count}.phase());
     add_dq<Shapes>(p.args.padded.dq, dq, block.target * Shapes::DqTiles + dq_tile());
     __syncwarp();  // all lanes have read the block, and added
     if (lane == 0) {
       smem.block_done[BlockStage{count}.index()].arrive();
-      if (p.args.dq_semaphore) smem.dq_added[kWarpgroupIndex].arrive();
+      if (p.args.dq_semaphore) smem.dq_added.arrive();
     }
   }
 

@@ -72,7 +72,7 @@ def test_masks_hold_the_gate(emulated: Machine, dtype: torch.dtype, d: int, case
     assert clipped
 
 
-# Two tiles of 128 rows: 35 whole spans of 128 keys, more than the lanes of a warp, and a masked one;
+# Two tiles of 128 rows: 35 whole spans of 128 keys, more than a warp has lanes, and a masked one;
 # a masked span, whole ones after it.
 BLOCKS = Union(
     256,

@@ -93,7 +93,9 @@ def problem(
         )
     v = v[..., :d_v]
     if equal_scores is not None:
-        q.fill_((equal_scores * d**-0.5) ** 0.5), k.fill_((equal_scores * d**-0.5) ** 0.5)
+        # 8 bits of mantissa, also in float16: then tensor cores, which truncate sums, are exact.
+        element = torch.tensor((equal_scores * d**-0.5) ** 0.5).bfloat16()
+        q.fill_(element), k.fill_(element)
     given_k = k
     if unit.precision == "dequantised":
         given_k, k = _with_factors(k, lengths, keys_of_factor or unit.tile_n)
