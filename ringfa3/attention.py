@@ -193,7 +193,8 @@ class RingFA3Attention(nn.Module):
             q: (b, s, h, d) or (t, h, d), the rank's shard; k, v: the same with h_kv heads, v also
                 with a smaller head dim d_v as in `flash_attn_func`.
             plan: which tokens these are, b * s or t of them. None: b sequences of world * s tokens,
-                of each of which this rank holds s, in the layout of `plan_context(world * s)`.
+                of each of which this rank holds s, in the layout of `plan_context(world * s)`. Only
+                a plan has a `kv_budget`.
             sink: as in `flash_attn_func` on one device, as in `ring_attn_func` on several.
 
         Returns:

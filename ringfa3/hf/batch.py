@@ -72,7 +72,11 @@ def read_batch(inputs: Mapping[str, Any]) -> Reading:
 
 
 @uncompiled
-def shard_batch(inputs: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> ShardedBatch:
+def shard_batch(
+    inputs: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+    kv_budget: int | None = None,
+) -> ShardedBatch:
     """This rank's part of a batch, of which every rank of the group holds all.
 
     Documents are those that transformers reads from the batch: rows, packed `position_ids` that
@@ -86,9 +90,11 @@ def shard_batch(inputs: Mapping[str, Any], group: dist.ProcessGroup | None = Non
         inputs: input_ids (b, s); labels or shift_labels (b, s); maybe attention_mask (b, s), not
             0 for tokens, position_ids (b or 1, s), and cu_seq_lens_q (n + 1,).
         group: the CP group; default the default group.
+        kv_budget: as in `plan_context`.
 
     Raises:
-        ValueError: on every rank; the ranks hold different batches, or an entry is not expressible.
+        ValueError: on every rank; the ranks hold different batches, an entry is not expressible, or
+            kv_budget is too small for the batch.
     """
     group = group or default_group()
     reading = inputs.get(READING) or read_batch(inputs)
@@ -96,7 +102,7 @@ def shard_batch(inputs: Mapping[str, Any], group: dist.ProcessGroup | None = Non
         RingGroup.of(group).agree(Settings(reading.digests), reading.problem, anew=True)
     elif reading.problem is not None:
         raise reading.problem
-    return _shard(inputs, reading, group)
+    return _shard(inputs, reading, group, kv_budget)
 
 
 def _given(inputs: Mapping[str, Any]) -> list[str]:
@@ -190,16 +196,19 @@ def _shifted_labels(inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _shard(
-    inputs: Mapping[str, Any], reading: Reading, group: dist.ProcessGroup | None
+    inputs: Mapping[str, Any],
+    reading: Reading,
+    group: dist.ProcessGroup | None,
+    kv_budget: int | None,
 ) -> ShardedBatch:
     """No step waits for a GPU."""
     ids, labels = inputs["input_ids"].flatten(), _shifted_labels(inputs).flatten()
     tokens, cumulative = reading.tokens, reading.cumulative
-    plan = plan_context(cumulative, group)
+    plan = plan_context(cumulative, group, kv_budget=kv_budget)
     if min(plan.tokens_per_rank) == 0:
         # transformers computes no mask of 0 tokens: a document without loss gives each rank some.
         more = 2 * plan.world
-        plan = plan_context([*cumulative, cumulative[-1] + more], group)
+        plan = plan_context([*cumulative, cumulative[-1] + more], group, kv_budget=kv_budget)
         if tokens is not None:
             added = torch.arange(len(ids), len(ids) + more, dtype=torch.int64, device="cpu")
             tokens = torch.cat([tokens, added])

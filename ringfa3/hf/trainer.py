@@ -21,6 +21,7 @@ from accelerate import DistributedDataParallelKwargs, ParallelismConfig
 from ringfa3.hf.batch import READING, read_batch, shard_batch
 from ringfa3.hf.registration import NAME, register
 from ringfa3.hf.router_loss import scaled
+from ringfa3.planning.exchange.buffers import check_kv_budget
 
 CP = "cp"  # the dimension of the device mesh, as accelerate names it
 # Whose `compute_loss` is a sum over tokens.
@@ -39,15 +40,20 @@ class ContextParallel(ParallelismConfig):  # type: ignore[misc]
     accelerate's own `cp` means another ring: it drops masks, refuses packing and windows. So
     `cp_enabled` is False, while the mesh has the dimension.
 
+    `kv_budget` is as in `plan_context`: the most rows of other ranks' K/V that a rank holds at
+    once, for plans of a trainer.
+
     Raises ValueError: `size` is no positive int; later, if it does not divide the processes.
+    ValueError, TypeError: `kv_budget` is no positive int; later, if a batch needs more.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, kv_budget: int | None = None) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"ContextParallel({size!r}): the ranks of a group are 1 or more")
         sizes = dict.fromkeys(("dp_replicate_size", "dp_shard_size", "tp_size", "sp_size"), 1)
         super().__init__(cp_size=size, cp_backend="torch", **sizes)
         self.cp_handler = None
+        self.kv_budget = check_kv_budget(kv_budget)
 
     @property
     def cp_enabled(self) -> bool:
@@ -190,7 +196,8 @@ class _ContextParallel:
         compute = functools.partial(super().compute_loss, **keywords)  # type: ignore[misc]
         if self.get_cp_size() == 1:
             return compute(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        mine, _, num_labels = shard_batch(inputs, self._cp_group)
+        kv_budget = self.accelerator.parallelism_config.kv_budget
+        mine, _, num_labels = shard_batch(inputs, self._cp_group, kv_budget)
         cp = float(self.get_cp_size())
         average = self.args.average_tokens_across_devices
         # By `balance`, the trainer makes a mean of groups of what is a sum over a group's ranks: it

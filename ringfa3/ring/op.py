@@ -232,8 +232,8 @@ def _begin_first(
         call = prepare_call(q, k, v, context, *settings, "forward", sink=sink is not None)
         of_schedule: Hashable = scale
     else:
-        _, _, q, k, v, _, lse, _ = cast(tuple[torch.Tensor, ...], inputs)
-        call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
+        _, _, q, k, v, _, lse, sink = cast(tuple[torch.Tensor, ...], inputs)
+        call = prepare_call(q, k, v, context, *settings, "backward", sink=sink is not None, lse=lse)
         of_schedule = settings[:3]
     try:
         on_stream = CurrentStream(k.device, stream, False, stream_id)
@@ -298,12 +298,12 @@ def ring_attention_backward(
     inputs = dout, dlse, q, k, v, out, lse, sink
     if precision == "native":
         call = _thread.take(context, "backward", settings) or prepare_call(
-            q, k, v, context, *settings, "backward", lse=lse
+            q, k, v, context, *settings, "backward", sink=sink is not None, lse=lse
         )
         grads = run_backward(*inputs[:7], scale, deterministic, call, sink)
     else:  # tiles of keys have a factor each, also those that other ranks attend to
         context = context.aligned(KEY_TILE)
-        call = prepare_call(q, k, v, context, *settings, "backward", lse=lse)
+        call = prepare_call(q, k, v, context, *settings, "backward", sink=sink is not None, lse=lse)
         with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
             kernel = select_quantised(q, precision)
             k, v = repeat_attended(call.plan, k, v)

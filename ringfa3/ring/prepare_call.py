@@ -151,7 +151,7 @@ def prepare_call(
     Args:
         q, k, v: (t, h, d), (t, h_kv, d) and (t, h_kv, d_v), this rank's tokens.
         direction: "forward" or "backward".
-        sink: whether a forward has sinks; a backward is the same with and without.
+        sink: whether the call has sinks.
         lse: of a backward, that of its forward call.
 
     Raises:

@@ -157,7 +157,8 @@ def _alone(group: dist.ProcessGroup, tokens: int, padding: int = 0) -> tuple[int
     given = {"input_ids": ids, "labels": ids.where(ids <= tokens, -100)}
     if padding:
         given["attention_mask"] = ids <= tokens
-    inputs, plan, num_labels = shard_batch(given, group)
+    inputs, plan, num_labels = shard_batch(given, group, kv_budget=100)
+    assert plan.kv_budget == 100
     return inputs["input_ids"].shape[1], plan.lengths.tolist(), int(num_labels)
 
 

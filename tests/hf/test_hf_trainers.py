@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -297,6 +298,24 @@ def test_buckets_of_ddp_are_the_gradients_of_a_group(tmp_path: Path) -> None:
         trainer.args.parallelism_config = config
         (handler,) = trainer._build_accelerator_args()["kwargs_handlers"]
         assert handler.gradient_as_bucket_view == (config is not None)
+
+
+def test_plans_of_a_trainer_have_the_budget() -> None:
+    """Without it a trainer holds as many rows as without a budget."""
+    trainer = object.__new__(ringfa3.hf.context_parallel(transformers.Trainer))
+    trainer._cp_group = None  # a group of this process
+    trainer.args = SimpleNamespace(average_tokens_across_devices=True)
+    inputs = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
+    for budget in (7, None):
+        config = ContextParallel(2, kv_budget=budget)
+        trainer.accelerator = SimpleNamespace(
+            parallelism_config=config, num_processes=2, gather=None
+        )
+        with mock.patch.object(transformers.Trainer, "compute_loss") as compute:
+            trainer.compute_loss(None, inputs)
+        assert compute.call_args.args[1]["ringfa3_plan"].kv_budget == budget
+    with pytest.raises(ValueError, match="kv_budget=0: give 1 row or more"):
+        ContextParallel(2, kv_budget=0)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", None])

@@ -6,7 +6,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from ringfa3.planning.context_plan import plan_context
@@ -24,6 +26,8 @@ TORCHRUN = {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
         (2, 4, (0, 0, 1, 1)),
         (4, 4, (0, 1, 2, 3)),
         ([7, 7, 3, 7], 4, (0, 0, 1, 0)),
+        (np.arange(4) // 2, 4, (0, 0, 1, 1)),
+        (torch.tensor([5, 1, 5]), 3, (0, 1, 0)),
     ],
 )
 def test_hosts_are_numbered_in_the_order_of_ranks(
@@ -41,6 +45,7 @@ def test_hosts_are_numbered_in_the_order_of_ranks(
         ([0, 1], ValueError, r"hosts has 2 ranks, the group 4"),
         ("two", TypeError, "hosts"),
         (1.5, TypeError, "hosts"),
+        (np.ones(4), TypeError, r"hosts=\(1.0, 1.0, 1.0, 1.0\): give a sequence of whole numbers"),
     ],
 )
 def test_other_hosts_are_refused(hosts: Any, error: type[Exception], message: str) -> None:

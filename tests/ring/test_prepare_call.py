@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringfa3 import RingError, plan_context, ring_attn_func
+from ringfa3.ring.group import RingGroup
 from ringfa3.ring.prepare_call import bind_to_group
 from tests.support.dense import cumulative
 from tests.support.ranks import Ranks, group_of
@@ -379,3 +380,20 @@ def test_a_rank_that_receives_nothing_raises_at_its_next_call(ranks: Ranks) -> N
         assert kind == "ValueError", message
         assert "softmax_scale differs" in message
         assert seconds < SOON_S
+
+
+def _agreements_of_a_step(_: Group, sink: bool) -> int:
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return 1
+    ring, (q, k, v, plan, _) = RingGroup.of(group), right(group)
+    before = ring.agreement_id
+    sinks = torch.zeros(4, requires_grad=True) if sink else None
+    out = ring_attn_func(q.requires_grad_(), k, v, plan, softmax_scale=0.5 + sink, sink=sinks)
+    out.sum().backward()
+    return ring.agreement_id - before
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_a_backward_needs_no_agreement_of_its_own(ranks: Ranks, sink: bool) -> None:
+    assert ranks.run(4, _agreements_of_a_step, sink) == [1] * 4

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import os
+from collections import Counter
+from collections.abc import Sequence
 
+from ringfa3.planning.placement.hosts import hosts_of_job
 from train.config import Config, ConfigError, EngineConfig, HardwareConfig
 from train.extras import installed, remedy
 from train.keys import schema
@@ -58,15 +60,25 @@ def check_kv_budget(config: Config, world: int) -> None:
             f"parallel.kv_budget={budget} with model.attention_precision={precision}: buffers of "
             "8 bits have no budget; nearest valid: parallel.kv_budget=null"
         )
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    two_levels = 1 < per_host < config.parallel.cp
-    blocks = BLOCKS_OF_TWO_LEVELS if two_levels else BLOCKS
+    hosts, cp = hosts_of_job(world) or (0,) * world, config.parallel.cp
+    blocks = max(_blocks(hosts[first : first + cp]) for first in range(0, world, cp))
     rows = blocks * -(-config.samples_at_once() * config.data.seq_len // config.parallel.cp)
     if budget < rows:
         raise ConfigError(
             f"parallel.kv_budget={budget}: long documents need {blocks} times the rows of a rank; "
             f"nearest valid: parallel.kv_budget={rows}"
         )
+
+
+def _blocks(hosts: Sequence[int]) -> int:
+    """Blocks of a rank's rows that a ring over ranks on these hosts needs for any documents.
+
+    Where a host has more ranks than another, a rank of the other lands rows of several of them.
+    """
+    ranks = Counter(hosts).values()
+    if len(ranks) == 1 or max(ranks) == 1:
+        return BLOCKS
+    return BLOCKS_OF_TWO_LEVELS * -(-max(ranks) // min(ranks))
 
 
 def check_hardware(hardware: HardwareConfig) -> None:

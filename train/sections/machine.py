@@ -24,8 +24,9 @@ class ParallelConfig:
     kv_budget: int | None = key(None, at_least=1)
     """the most rows of other ranks' K and V, a row for each token, that a rank holds at once in
     training. It must be at least 3 times a rank's tokens, 7 times where a CP group spans hosts of
-    several ranks. With parallel.transport=nccl or gloo more rows mean fewer launches of attention;
-    over symmetric all K and V are gathered only if they fit. null: no limit of its own"""
+    several ranks, and more if it has unequally many on them. With parallel.transport=nccl or gloo
+    more rows mean fewer launches of attention; over symmetric all K and V are gathered only if they
+    fit. null: no limit of its own"""
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
     """auto is cuda if every process of the host has a GPU"""
     timeout_s: float = key(600.0, above=0)

@@ -29,7 +29,8 @@ STYLES = {  # colour, line, marker
     ULYSSES: (COLOURS[1], "--", "D"),
     STATIC: ("black", ":", "."),
 }
-TICKS = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
+TICKS = (1, 2, 5, 10, 20, 50, 100, 1000, 10000)
+SHORT, SHORT_TICKS = 40, (1, 1.2, 1.5, 2, 3, 5, 10, 20)  # labels would overlap above SHORT
 
 
 def draw(rows: Sequence[Row], options: Options, path: Path) -> Path:
@@ -61,14 +62,15 @@ def draw(rows: Sequence[Row], options: Options, path: Path) -> Path:
         worlds = sorted({row.gpus for row in here})
         axes.xaxis.set_major_locator(FixedLocator(worlds))
         axes.xaxis.set_major_formatter(FixedFormatter([str(world) for world in worlds]))
-        axes.yaxis.set_major_locator(FixedLocator(TICKS))
-        axes.yaxis.set_major_formatter(FixedFormatter([f"{x:g}" for x in TICKS]))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("GPUs")
         axes.grid(alpha=0.3, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("predicted step over ideal")
+    ticks = SHORT_TICKS if panels[0].get_ylim()[1] < SHORT else TICKS
+    panels[0].yaxis.set_major_locator(FixedLocator(ticks))  # shared by all
+    panels[0].yaxis.set_major_formatter(FixedFormatter([f"{x:g}" for x in ticks]))
     shown: dict[str, Artist] = {}
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()

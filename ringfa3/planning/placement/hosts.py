@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Sequence
 from typing import SupportsIndex, TypeAlias
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from ringfa3.validation import whole_number, whole_numbers
@@ -25,6 +27,8 @@ def find_hosts(hosts: Hosts, world: int, group: dist.ProcessGroup | None) -> tup
 
     Raises ValueError, TypeError: `hosts` or RINGFA3_HOSTS does not fit the group.
     """
+    if isinstance(hosts, (np.ndarray, torch.Tensor)):
+        hosts = hosts.tolist()  # an array of several numbers has `__index__`, too
     if isinstance(hosts, SupportsIndex):
         return _equal("hosts", whole_number("hosts", hosts), world)
     if hosts is not None:
@@ -39,15 +43,23 @@ def find_hosts(hosts: Hosts, world: int, group: dist.ProcessGroup | None) -> tup
 
 def _hosts_of_group(group: dist.ProcessGroup | None) -> tuple[int, ...] | None:
     """As the environment says; None: nothing does, or there is no group."""
-    if group is None:
+    if group is None or not dist.is_initialized():
         return None
-    if given := os.environ.get(VARIABLE):
-        job = _equal(VARIABLE, int(given) if given.isdecimal() else given, dist.get_world_size())
-    elif per_host := _processes_per_host():
-        job = tuple(rank // per_host for rank in range(dist.get_world_size()))
-    else:
+    job = hosts_of_job(dist.get_world_size())
+    if job is None:
         return None
     return _numbered([job[rank] for rank in dist.get_process_group_ranks(group)])
+
+
+def hosts_of_job(world: int) -> tuple[int, ...] | None:
+    """(world,) the host of each rank of a job, as the environment says; None: nothing does.
+
+    Raises ValueError: RINGFA3_HOSTS does not divide the ranks.
+    """
+    if given := os.environ.get(VARIABLE):
+        return _equal(VARIABLE, int(given) if given.isdecimal() else given, world)
+    per_host = _processes_per_host(world)
+    return tuple(rank // per_host for rank in range(world)) if per_host else None
 
 
 def _numbered(hosts: Sequence[int]) -> tuple[int, ...]:
@@ -65,11 +77,11 @@ def _equal(name: str, hosts: int | str, world: int) -> tuple[int, ...]:
     return tuple(rank * hosts // world for rank in range(world))
 
 
-def _processes_per_host() -> int:
+def _processes_per_host(world: int) -> int:
     """As torchrun and train/slurm.py say, if each host has as many; else 0."""
     names = "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE"
-    per_host, hosts, world = (int(os.environ.get(name) or 0) for name in names)
-    given = per_host and per_host * hosts == world == dist.get_world_size()
+    per_host, hosts, ranks = (int(os.environ.get(name) or 0) for name in names)
+    given = per_host and per_host * hosts == ranks == world
     return per_host if given else 0
 
 

@@ -31,20 +31,23 @@ def _move(loads: Loads, giver: int, taker: int, tokens: int) -> None:
     moved = np.minimum(length, tokens)
     rest, end = length - moved, position + length
     quota = int(loads.quota[giver])
-    giver_load = loads.load[giver] - loads.work_of(document, position, length)
+    # Of a chunk: its work, then of the first tokens and the others, of the last and the others.
+    starts = np.stack((position, position, position + moved, end - moved, position))
+    sizes = np.stack((length, moved, rest, moved, rest))
+    whole, *parts = loads.work_of(document, starts, sizes)
+    giver_load = loads.load[giver] - whole
     too_few = (tokens - moved) * ONE // quota
     score = []
-    for taken, left, rows in (
-        (position, position + moved, position + np.where(rest > 0, moved, 0)),
-        (end - moved, position, end - moved),
+    for given, kept, rows in (
+        (*parts[:2], position + np.where(rest > 0, moved, 0)),
+        (*parts[2:], end - moved),
     ):
-        given = loads.work_of(document, taken, moved)
-        kept = giver_load + loads.work_of(document, left, rest)
-        peak = np.maximum(kept, loads.load[taker] + given)
+        peak = np.maximum(giver_load + kept, loads.load[taker] + given)
         score.append(peak + rows * ROWS // quota + too_few)
     last, index = divmod(int(np.argmin(np.stack(score))), len(length))
-    d, p, n = loads.remove(giver, index)
+    d, p, n = loads.chunks[giver][index]
     x = int(moved[index])
     first = n - x if last else x
-    loads.add(giver if last else taker, (d, p, first))
-    loads.add(taker if last else giver, (d, p + first, n - first))
+    ranks = (giver, taker) if last else (taker, giver)
+    halves = (d, p, first), (d, p + first, n - first)
+    loads.change([(giver, index)], list(zip(ranks, halves, strict=True)))

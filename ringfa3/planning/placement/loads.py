@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -52,21 +53,23 @@ class Loads:
         self.load[rank] += self.work[document]
         self.room[rank] -= tokens
 
-    def add(self, rank: int, chunk: Chunk) -> None:
-        """Adds a chunk to a rank; no empty one."""
-        if chunk[2]:
-            self.chunks[rank].append(chunk)
-            self._count(rank, chunk, 1)
+    def change(
+        self, removed: Sequence[tuple[int, int]], added: Sequence[tuple[int, Chunk]]
+    ) -> None:
+        """Takes chunks from ranks, one of each, then adds chunks, but no empty ones.
 
-    def remove(self, rank: int, index: int) -> Chunk:
-        """Takes a rank's chunk of this number from it."""
-        chunk = self.chunks[rank].pop(index)
-        self._count(rank, chunk, -1)
-        return chunk
+        One call counts their work: numpy's calls for single numbers take most of a plan's time.
 
-    def _count(self, rank: int, chunk: Chunk, sign: int) -> None:
-        self.load[rank] += sign * int(self.work_of(*(np.array(x) for x in chunk)))
-        self.room[rank] -= sign * chunk[2]
+        removed: (rank, number in `chunks`). added: (rank, chunk).
+        """
+        gone = [(rank, *self.chunks[rank].pop(index)) for rank, index in removed]
+        come = [(rank, *chunk) for rank, chunk in added if chunk[2]]
+        for rank, *chunk in come:
+            self.chunks[rank].append((chunk[0], chunk[1], chunk[2]))
+        rank, document, position, length = np.array([*gone, *come], np.int64).reshape(-1, 4).T
+        sign = np.where(np.arange(len(rank)) < len(gone), -1, 1)
+        np.add.at(self.load, rank, sign * self.work_of(document, position, length))
+        np.subtract.at(self.room, rank, sign * length)
 
     def table(self, rank: int) -> tuple[Ints, Ints, Ints]:
         """(documents, positions, lengths) of a rank's chunks."""

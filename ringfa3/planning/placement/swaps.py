@@ -51,17 +51,21 @@ def _swap(loads: Loads, full: int, others: Ints, heads: Sequence[int]) -> bool:
     j = np.tile(np.arange(len(other)), 1 + len(heads))
     usable = (theirs[1][j] + first <= NEAR) & (first <= theirs[2][j])
     j, m = j[usable], first[usable]
-    i = i[np.argsort(-loads.work_of(*(x[i] for x in mine)), kind="stable")[:MINE]]
+    work = loads.work_of(*(x[i] for x in mine))
+    largest = np.argsort(-work, kind="stable")[:MINE]
+    i, work = i[largest], work[largest, None]
     j, m = (x[np.argsort(m, kind="stable")[:: len(m) // THEIRS + 1]] for x in (j, m))
     if not len(i) or not len(j):
         return False
     d, p, n = (x[i][:, None] for x in mine)
     e, q, length = (x[j] for x in theirs)
     moved = np.minimum(n, m)
-    tail, back = loads.work_of(d, p + n - moved, moved), loads.work_of(e, q, m)
-    rest = loads.work_of(d, p, n - moved) - loads.work_of(d, p, n)
-    kept = loads.work_of(e, q + m, length - m) - loads.work_of(e, q, length)
-    peak = np.maximum(loads.load[full] + rest + back, loads.load[other[j]] + kept + tail)
+    starts = np.stack((p + n - moved, np.broadcast_to(p, moved.shape)))
+    tail, rest = loads.work_of(d, starts, np.stack((moved, n - moved)))
+    starts = np.stack((q, q + m, q))
+    back, kept, held = loads.work_of(e, starts, np.stack((m, length - m, length)))
+    full_load = loads.load[full] - work + rest + back
+    peak = np.maximum(full_load, loads.load[other[j]] - held + kept + tail)
     rows = np.where(m < n, p + n - m, 0) + np.where(m < length, q + m, 0)
     cuts = ((m < n).astype(np.int64) + (m < length)) * CUT
     score = np.where(m <= n, peak + rows * ROWS // int(loads.quota[full]) + cuts, 1 << 62)
@@ -69,12 +73,16 @@ def _swap(loads: Loads, full: int, others: Ints, heads: Sequence[int]) -> bool:
     if score[a, b] >= loads.load[full] - WORTH:
         return False
     partner, tokens = int(other[j[b]]), int(m[b])
-    document, position, count = loads.remove(full, int(i[a]))
-    loads.add(full, (document, position, count - tokens))
-    loads.add(partner, (document, position + count - tokens, tokens))
-    document, position, count = loads.remove(partner, int(index[j[b]]))
-    loads.add(full, (document, position, tokens))
-    loads.add(partner, (document, position + tokens, count - tokens))
+    gives, takes = int(i[a]), int(index[j[b]])
+    document, position, count = loads.chunks[full][gives]
+    another, begin, held_tokens = loads.chunks[partner][takes]
+    added = [
+        (full, (document, position, count - tokens)),
+        (partner, (document, position + count - tokens, tokens)),
+        (full, (another, begin, tokens)),
+        (partner, (another, begin + tokens, held_tokens - tokens)),
+    ]
+    loads.change([(full, gives), (partner, takes)], added)
     for rank in (full, partner):
         loads.chunks[rank] = merged(loads.chunks[rank])
     return True

@@ -149,11 +149,12 @@ class _Documents:
         owners, share = self._with_room(tokens, owners, share)
         held = cut_tokens(tokens, share, np.maximum(loads.room[owners], 0))
         heads = held if self._in_order[document] else early_chunks(held)
-        position = 0
+        position, added = 0, []
         for ranks, sizes in ((owners, heads), (owners[::-1], (held - heads)[::-1])):
             for rank, size in zip(ranks.tolist(), sizes.tolist(), strict=True):
-                loads.add(rank, (document, position, size))
+                added.append((rank, (document, position, size)))
                 position += size
+        loads.change([], added)
 
     def _with_room(self, tokens: int, owners: Ints, share: Ints) -> tuple[Ints, Ints]:
         """These owners, or more, until they have room for the tokens; shares are room then."""
