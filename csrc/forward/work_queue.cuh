@@ -40,7 +40,6 @@ CUTE_DEVICE bool must_repeat(WorkItem const& work, int lane) {
 // registers: it copies word by word, and reads the tile again.
 CUTE_DEVICE void copy_visits(ForwardArgs const& a, ClippedWorkItem& work, int lane) {
   constexpr int kWords = sizeof(SpanVisit) / 4, kOfColumns = sizeof(SpanColumns) / 4;
-  __syncwarp();
   auto const* const from =
       reinterpret_cast<int32_t const*>(a.spans) + int64_t{kWords} * work.tile.first_span;
   auto* const columns = reinterpret_cast<int32_t*>(work.spans);
@@ -52,20 +51,30 @@ CUTE_DEVICE void copy_visits(ForwardArgs const& a, ClippedWorkItem& work, int la
   }
 }
 
-// Warp-wide: counts the blocks and the whole spans of an item, whose tile lane 0 has stored with
-// counts of 0. The warp has few registers: the counts are in shared memory.
+// Warp-wide: counts the blocks and the whole spans of an item, whose tile and decoded spans are
+// stored. The warp has few registers: the counts are in shared memory.
 template <class Shapes>
 CUTE_DEVICE void count_blocks(ForwardArgs const& a, typename Shapes::Work& work, int lane) {
-  __syncwarp();
   using Blocks = typename Shapes::Blocks;
-  auto const* const spans = reinterpret_cast<typename Blocks::PlanSpan const*>(a.spans);
+  auto const* const spans =
+      reinterpret_cast<typename Blocks::PlanSpan const*>(a.spans) + work.tile.first_span;
+  if (!Shapes::Clips && work.tile.num_spans == 1) {  // the latency counts in short sequences
+    SpanColumns const c = work.spans[0];
+    int const blocks = Blocks::blocks(c);
+    bool const whole = Blocks::whole(c, spans[0], work.tile.rows);
+    if (lane == 0) {
+      work.blocks = blocks, work.whole_spans = whole, work.whole_blocks = whole ? blocks : 0;
+    }
+    return;
+  }
+  if (lane == 0) work.blocks = work.whole_spans = work.whole_blocks = 0;
   bool whole = true;  // all spans so far
 #pragma unroll 1
   for (int first = 0; first < work.tile.num_spans; first += kWarp) {
     int own = 0;  // blocks of this lane's span
     bool own_whole = false;
     if (first + lane < work.tile.num_spans) {
-      auto const& span = spans[work.tile.first_span + first + lane];
+      auto const& span = spans[first + lane];
       SpanColumns const c(work.tile, span);
       own = Blocks::blocks(c), own_whole = Blocks::whole(c, span, work.tile.rows);
     }
@@ -133,8 +142,8 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
         work.head = head;
         work.kv_head = head / p.group;
         work.use_row_max = false;
-        work.blocks = work.whole_spans = work.whole_blocks = 0;
       }
+      __syncwarp();
       if constexpr (Shapes::Clips) copy_visits(a, work, lane);
       count_blocks<Shapes>(a, work, lane);
     } else if (repeats) {
