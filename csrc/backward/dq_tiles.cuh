@@ -51,8 +51,8 @@ CUTE_DEVICE void add_dq(float* padded_dq, Accumulator const& dq, int number) {
 }
 
 // Deterministic dQ in a pair of CTAs: one thread orders the additions of the consumers, which add
-// their tiles themselves. The CTA's tiles of a row block have one semaphore, that of the first. Once
-// it equals the number of key tiles that add earlier, both warpgroups may add; then it becomes
+// their tiles themselves. The CTA's tiles of a row block have one semaphore, that of the first.
+// Once it equals the number of key tiles that add earlier, both warpgroups may add; then it becomes
 // order + 1.
 //
 // The thread looks at a semaphore while the consumers add the block before, so they rarely wait for
@@ -60,7 +60,8 @@ CUTE_DEVICE void add_dq(float* padded_dq, Accumulator const& dq, int number) {
 // depend on it, by way of other tiles.
 template <class Shapes>
 CUTE_DEVICE void order_dq(BackwardArgs const& a, typename Shapes::SharedStorage& smem) {
-  int before = -1, turn = 0;  // the semaphore of the block before and what it becomes; -1: it is set
+  int before = -1;  // the semaphore of the block before; -1: it is set
+  int turn = 0;     // what it becomes
   for (PipelineState<1> stage;; stage.advance()) {
     PipelineState<Shapes::BlockDepth> const at{stage.count};
     smem.block_ready[at.index()].wait(at.phase());
