@@ -50,32 +50,38 @@ CUTE_DEVICE void add_dq(float* padded_dq, Accumulator const& dq, int number) {
   }
 }
 
-// Deterministic dQ at d256: one thread orders the additions of the consumers, which add their tiles
-// themselves. For each row block it waits until a warpgroup's semaphore equals the number of key
-// tiles that add earlier, and lets the warpgroup add. Once the tile is added, it publishes order
-// + 1. Both warpgroups are let in before it waits for either: they add different tiles and may
-// overlap.
+// Deterministic dQ in a pair of CTAs: one thread orders the additions of the consumers, which add
+// their tiles themselves. The CTA's tiles of a row block have one semaphore, that of the first.
+// Once it equals the number of key tiles that add earlier, both warpgroups may add; then it becomes
+// order + 1.
+//
+// The thread looks at a semaphore while the consumers add the block before, so they rarely wait for
+// memory. It sets that of the block before whatever this one waits for, because its own turn may
+// depend on it, by way of other tiles.
 template <class Shapes>
 CUTE_DEVICE void order_dq(BackwardArgs const& a, typename Shapes::SharedStorage& smem) {
+  int before = -1;  // the semaphore of the block before; -1: it is set
+  int turn = 0;     // what it becomes
   for (PipelineState<1> stage;; stage.advance()) {
     PipelineState<Shapes::BlockDepth> const at{stage.count};
     smem.block_ready[at.index()].wait(at.phase());
     RowBlock const& block = smem.blocks[at.index()];
-    if (block.head < 0) return;
-    int const order = dq_order<Shapes::M, Shapes::TileN>(a.spans, a.earlier, block.span,
-                                                         block.token, block.tile_row);
-    int32_t* const semaphores = a.dq_semaphore + block.target * Shapes::DqTiles + first_dq_tile();
+    bool const ends = block.head < 0;
+    int const semaphore = block.target * Shapes::DqTiles + first_dq_tile();
+    int const order = ends ? 0
+                           : dq_order<Shapes::M, Shapes::TileN>(a.spans, a.earlier, block.span,
+                                                                block.token, block.tile_row);
+    bool ready = ends, granted = ends;
+    CUTE_NO_UNROLL
+    while (!granted || before >= 0) {
+      if (!ready) ready = read_semaphore(a.dq_semaphore + semaphore) == order;
+      if (before >= 0 && !smem.dq_added.test_wait(stage.phase() ^ 1)) continue;
+      if (ready && !granted) smem.dq_granted.arrive(), granted = true;
+      if (before >= 0) set_semaphore(a.dq_semaphore + before, turn), before = -1;
+    }
+    if (ends) return;
+    before = semaphore, turn = order + 1;
     smem.block_done[at.index()].arrive();
-    CUTE_NO_UNROLL
-    for (int w = 0; w < Shapes::Consumers; ++w) {
-      wait_for_semaphore(semaphores + w, order);
-      smem.dq_granted[w].arrive();
-    }
-    CUTE_NO_UNROLL
-    for (int w = 0; w < Shapes::Consumers; ++w) {
-      smem.dq_added[w].wait(stage.phase());
-      set_semaphore(semaphores + w, order + 1);
-    }
   }
 }
 
@@ -91,14 +97,12 @@ CUTE_DEVICE void write_dq(BackwardArgs const& a, typename Shapes::SharedStorage&
     smem.block_ready[at.index()].wait(at.phase());
     RowBlock const& block = smem.blocks[at.index()];
     if (block.head < 0) return;
-    smem.dq_full[warpgroup].wait(stage.phase());
     int32_t const number = block.target * Shapes::DqTiles + warpgroup, order = block.dq_order;
+    if (a.dq_semaphore) wait_for_semaphore(a.dq_semaphore + number, order);
+    smem.dq_full[warpgroup].wait(stage.phase());
     smem.block_done[at.index()].arrive();
     cutlass::arch::fence_view_async_shared();  // after the consumers' stores
-    if (a.dq_semaphore) {
-      wait_for_semaphore(a.dq_semaphore + number, order);
-      asm volatile("fence.proxy.async.global;" ::: "memory");
-    }
+    if (a.dq_semaphore) asm volatile("fence.proxy.async.global;" ::: "memory");
     float* const to = a.padded.dq + static_cast<int64_t>(number) * Shapes::kDqTile;
     asm volatile(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),

@@ -58,8 +58,7 @@ CUTE_DEVICE void init_barriers(BackwardParams const& p, typename Shapes::SharedS
   smem.v_full.init(1), smem.v_empty.init(Shapes::kPolicy.role_split ? 4 : kWarps);
   if constexpr (kPair) {
     smem.sent_full.init(1), smem.sent_empty.init(1);
-    for (int i = 0; i < Shapes::Consumers; ++i)
-      smem.dq_granted[i].init(1), smem.dq_added[i].init(4);
+    smem.dq_granted.init(1), smem.dq_added.init(kWarps);
     for (int i = 0; i < Shapes::DsStages; ++i) {
       smem.ds_stored[i].init(4), smem.peer_ds_full[i].init(1);
     }

@@ -37,12 +37,8 @@ CUTE_DEVICE void load_blocks(BackwardParams const& p, typename Shapes::SharedSto
     PipelineState<Shapes::DoutStages> const dout{count};
     PipelineState<Shapes::BlockDepth> const stage{count};
     smem.block_ready[stage.index()].wait(stage.phase());
-    RowBlock& block = smem.blocks[stage.index()];
+    RowBlock const& block = smem.blocks[stage.index()];
     if (block.head < 0) return;
-    if (!Shapes::Clips && !Shapes::kPolicy.role_split && p.args.dq_semaphore) {
-      block.dq_order = dq_order<M, Shapes::TileN>(p.args.spans, p.args.earlier, block.span,
-                                                  block.token, block.tile_row);
-    }
     bool const first = block.flags & kFirstBlock;
     smem.q_empty[q.index()].wait(q.phase() ^ 1);
     auto& q_full = smem.q_full[q.index()];

@@ -167,19 +167,25 @@ struct RoleSplitConsumer {
   }
 
   // dV += P^T dO or dK += dS^T Q. Meanwhile dQ of the block before is added to global memory. If
-  // the additions of dQ are ordered, dO or Q is released first, because dQ may have to wait. A unit
-  // begins with block `begin`.
+  // other tiles must add to it first, dO or Q is released before the wait for them. A unit begins
+  // with block `begin`.
   __device__ void add_to_sum(uint32_t count, uint32_t begin) {
-    bool const ordered = p.args.dq_semaphore;
+    bool const adds = count != begin;
     issue_sum(count);
-    if (count != begin && !ordered) add_dq_tile(count - 1);
+    bool const early = adds && may_add(count - 1);  // warps may differ
+    if (early) add_dq_tile(count - 1);
     warpgroup_wait<0>();
     warpgroup_fence_operand(sum);
     if (lane == 0) {
       (HasDv ? smem.dout_empty[DoutStage{count}.index()] : smem.q_empty[QStage{count}.index()])
           .arrive();
     }
-    if (count != begin && ordered) add_dq_tile(count - 1);
+    if (adds && !early) add_dq_tile(count - 1);
+  }
+
+  // Whether dQ of a block may be added to global memory without a wait.
+  __device__ bool may_add(uint32_t count) {
+    return !p.args.dq_semaphore || smem.dq_granted.test_wait(PipelineState<1>{count}.phase());
   }
 
   // S^T or dP^T of a block, of which it reads the flags.
@@ -301,12 +307,12 @@ struct RoleSplitConsumer {
   __device__ void add_dq_tile(uint32_t count) {
     warpgroup_fence_operand(dq);
     RowBlock const& block = block_at(count);
-    if (p.args.dq_semaphore) smem.dq_granted[kWarpgroupIndex].wait(PipelineState<1>{count}.phase());
+    if (p.args.dq_semaphore) smem.dq_granted.wait(PipelineState<1>{count}.phase());
     add_dq<Shapes>(p.args.padded.dq, dq, block.target * Shapes::DqTiles + dq_tile());
     __syncwarp();  // all lanes have read the block, and added
     if (lane == 0) {
       smem.block_done[BlockStage{count}.index()].arrive();
-      if (p.args.dq_semaphore) smem.dq_added[kWarpgroupIndex].arrive();
+      if (p.args.dq_semaphore) smem.dq_added.arrive();
     }
   }
 

@@ -58,8 +58,8 @@ struct PairStorage {
   int32_t sent_work;                       // a work item, from the first CTA to the second
   alignas(16) cutlass::arch::ClusterTransactionBarrier peer_ds_full[DsStages], sent_full;
   alignas(16) cutlass::arch::ClusterBarrier ds_stored[DsStages], sent_empty;
-  // With dq_semaphore, for each warpgroup: it may add dQ; it has added dQ.
-  alignas(16) cutlass::arch::ClusterBarrier dq_granted[2], dq_added[2];
+  // With dq_semaphore: the warpgroups may add a block's dQ; they have added it.
+  alignas(16) cutlass::arch::ClusterBarrier dq_granted, dq_added;
 };
 
 struct NoStorage {};

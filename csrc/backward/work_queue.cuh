@@ -97,6 +97,10 @@ CUTE_DEVICE void fetch_row_blocks(BackwardParams const& p, typename Shapes::Shar
           block.target =
               block.head * static_cast<int>(a.padded.num_blocks) + span.padded_q0 / M + at.block;
           block.span = at.index;
+          if (!Shapes::Clips && Shapes::Ctas == 1 && a.dq_semaphore) {  // a pair has `order_dq`
+            block.dq_order = dq_order<M, Shapes::TileN>(a.spans, a.earlier, block.span, block.token,
+                                                        block.tile_row);
+          }
           smem.block_ready[stage.index()].arrive();
           stage.advance();
         }

@@ -24,8 +24,8 @@
 #include "forward/rescale.cuh"
 #include "forward/shapes.cuh"
 #include "forward/softmax.cuh"
-#include "forward/warpgroup_order.cuh"
 #include "hopper/pipeline.cuh"
+#include "hopper/warpgroup_order.cuh"
 #include "hopper/wgmma.cuh"
 
 namespace ringfa3 {
@@ -369,7 +369,7 @@ struct ForwardConsumer {
   // S in float32, after `RowScales::to_float`. Unmasked blocks convert integers one by one.
   CUTE_DEVICE auto scores() { return recast<float>(s); }
   CUTE_DEVICE auto scale() const { return row_scales.of_block(p); }
-  __device__ WarpgroupOrder<Shapes> order() const { return {warpgroup}; }
+  __device__ WarpgroupOrder<Consumers, kPolicy.ping_pong> order() const { return {warpgroup}; }
   __device__ void wait_for_k() { smem.k_full[k_stage.index()].wait(k_stage.phase()); }
 
   CUTE_DEVICE void wait_for_qk() {

@@ -1,15 +1,14 @@
-// A tile's narrow span: its first one, if the tile needs at most `kPolicy.narrow_keys` columns of it,
-// and columns of other spans. A window with visible first keys has one in every tile.
+// A tile's narrow span: its first one, if the tile needs at most `kPolicy.narrow_keys` columns of
+// it, and columns of other spans. A window with visible first keys has one in every tile.
 //
-// As a block of N keys it would cost as much as a block of which every key is visible. It has
-// products of its own instead, and one softmax with the tile's first block, whose S is in registers
-// by then:
+// As a block of N keys it would cost as much as one whose keys are all visible. So it has products
+// of its own, and one softmax with the tile's first block, whose S is in registers by then:
 //
 //   wgmma       | S (64, n)           |                | P (64, n) V |
 //   registers   | mask of the block   | maxima, P of n | P of the block
 //
-// The products run outside of `WarpgroupOrder`: they take a tenth of a block's. No product crosses
-// the branch around them: ptxas would serialise all.
+// The products run outside of `WarpgroupOrder`: they take less than a tenth of a block's. No
+// product is in flight where this code begins or ends: ptxas would serialise all.
 //
 // Letters in shapes: n keys of a narrow span, D head dim of Q and K, DV head dim of V and O.
 #pragma once
@@ -56,8 +55,8 @@ CUTE_DEVICE void join_narrow_span(Consumer& c) {
   Tensor sK = make_tensor(make_smem_ptr(k), typename Narrow::SmemK{});
   Tensor sV = make_tensor(make_smem_ptr(v), typename Narrow::SmemV{});
   c.wait_for_k();
-  issue(mma_s, c.fQ(_, _, _, c.q_stage.index()),
-        mma_s.get_slice(c.thread).partition_fragment_B(sK), s, false);
+  auto const fK = mma_s.get_slice(c.thread).partition_fragment_B(sK);
+  issue(mma_s, c.fQ(_, _, _, c.q_stage.index()), fK, s, false);
   if (c.unmasked == 0) apply_mask(c.s, c.block, c.row, c.lane);
   c.smem.v_full[c.v_stage.index()].wait(c.v_stage.phase());
   if (block.valid_rows() < N) {
@@ -74,7 +73,8 @@ CUTE_DEVICE void join_narrow_span(Consumer& c) {
   c.softmax.template exponentiate<0, decltype(size(s))::value>(s, prob, sum, c.scale());
   to_operand<Element>(prob, p);
   if (!c.o_empty) scale_rows(c.o, c.o_scale);
-  issue(c.mma_o, p, c.mma_o.get_slice(c.thread).partition_fragment_B(sV), c.o, !c.o_empty);
+  auto const fV = c.mma_o.get_slice(c.thread).partition_fragment_B(sV);
+  issue(c.mma_o, p, fV, c.o, !c.o_empty);
   c.o_empty = false;
   c.softmax.template exponentiate<0, Consumer::kSize>(c.s, c.prob, sum, c.scale());
   to_operand<Element>(c.prob, c.fP);

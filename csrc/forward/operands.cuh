@@ -37,9 +37,10 @@ CUTE_DEVICE auto v_tile(typename Shapes::SharedStorage& smem, int stage) {
   return make_tensor(make_smem_ptr(smem.v), typename Shapes::SmemV{})(_, _, stage);
 }
 
-// A warpgroup: zeroes rows [first, N) of V, a tensor (DV, N) in shared memory, which belong to the next segment. Their P is 0, but
-// 0 * inf is NaN. Products read the zeros after a barrier of the warpgroup. Several warpgroups may
-// write one stage, and one may read it already: all write the same zeros, and it has written them.
+// A warpgroup: zeroes rows [first, N) of V (DV, N) in shared memory, which belong to the next
+// segment. Their P is 0, but 0 * inf is NaN. Products read the zeros after a barrier of the
+// warpgroup. Several warpgroups may write one stage, and one may read it already: all write the
+// same zeros, and it has written them.
 template <class Values>
 CUTE_DEVICE void zero_tail_rows_of_v(Values const& v, int first, int thread) {
   constexpr int N = decltype(size<1>(v))::value;

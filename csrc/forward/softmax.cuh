@@ -236,8 +236,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Rescales the rows that are `out_of_range`, as `take_maximum`. Computes P again and adds it to the
-  // total. The caller multiplies O by `decay`.
+  // Rescales the rows that are `out_of_range`, as `take_maximum`. Computes P again and adds it to
+  // the total. The caller multiplies O by `decay`.
   template <class Scores, class P, class Scale>
   CUTE_DEVICE void rescale(Scores const& s, P& p, Needs const& needs, float (&decay)[2],
                            Scale const& scale_log2) {

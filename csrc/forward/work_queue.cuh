@@ -40,7 +40,6 @@ CUTE_DEVICE bool must_repeat(WorkItem const& work, int lane) {
 // registers: it copies word by word, and reads the tile again.
 CUTE_DEVICE void copy_visits(ForwardArgs const& a, ClippedWorkItem& work, int lane) {
   constexpr int kWords = sizeof(SpanVisit) / 4, kOfColumns = sizeof(SpanColumns) / 4;
-  __syncwarp();
   auto const* const from =
       reinterpret_cast<int32_t const*>(a.spans) + int64_t{kWords} * work.tile.first_span;
   auto* const columns = reinterpret_cast<int32_t*>(work.spans);
@@ -52,23 +51,33 @@ CUTE_DEVICE void copy_visits(ForwardArgs const& a, ClippedWorkItem& work, int la
   }
 }
 
-// Warp-wide: counts the blocks and the whole spans of an item, whose tile lane 0 has stored with
-// counts of 0. The warp has few registers: the counts are in shared memory.
+// Warp-wide: counts the blocks and the whole spans of an item, whose tile and decoded spans are
+// stored. The warp has few registers: the counts are in shared memory.
 template <class Shapes>
 CUTE_DEVICE void count_blocks(ForwardArgs const& a, typename Shapes::Work& work, int lane) {
-  __syncwarp();
   using Blocks = typename Shapes::Blocks;
-  auto const* const spans = reinterpret_cast<typename Blocks::PlanSpan const*>(a.spans);
+  auto const* const spans =
+      reinterpret_cast<typename Blocks::PlanSpan const*>(a.spans) + work.tile.first_span;
+  if (!Shapes::Clips && work.tile.num_spans == 1) {  // the latency counts in short sequences
+    SpanColumns const c = work.spans[0];
+    int const blocks = Blocks::blocks(c);
+    bool const whole = Blocks::whole(c, spans[0], work.tile.rows);
+    if (lane == 0) {
+      work.blocks = blocks, work.whole_spans = whole, work.whole_blocks = whole ? blocks : 0;
+    }
+    return;
+  }
+  if (lane == 0) work.blocks = work.whole_spans = work.whole_blocks = 0;
   bool whole = true;  // all spans so far
 #pragma unroll 1
   for (int first = 0; first < work.tile.num_spans; first += kWarp) {
     int own = 0;  // blocks of this lane's span
     bool own_whole = false;
     if (first + lane < work.tile.num_spans) {
-      auto const& span = spans[work.tile.first_span + first + lane];
+      auto const& span = spans[first + lane];
       SpanColumns const c(work.tile, span);
       own = Blocks::blocks(c), own_whole = Blocks::whole(c, span, work.tile.rows);
-      if (Shapes::kNarrows && first + lane == 0 && work.tile.num_spans > 1 &&
+      if (Shapes::kNarrows && work.tile.num_spans > 1 && first + lane == 0 &&
           c.narrow(Shapes::kPolicy.narrow_keys)) {
         work.narrow = 1, own = 0, own_whole = true;
       }
@@ -82,7 +91,7 @@ CUTE_DEVICE void count_blocks(ForwardArgs const& a, typename Shapes::Work& work,
     own = __reduce_add_sync(0xffffffff, own);
     if (lane == 0) work.whole_spans += run, work.whole_blocks += own;
   }
-  if (Shapes::kNarrows && lane == 0 && work.blocks == 0) {  // the others are empty: a block of N
+  if (Shapes::kNarrows && lane == 0 && work.blocks == 0) {  // other spans are empty: a block of N
     work.blocks = 1, work.narrow = work.whole_spans = 0;
   }
 }
@@ -140,8 +149,9 @@ CUTE_DEVICE void fetch_work(ForwardParams<Shapes> const& p, typename Shapes::Sha
         work.head = head;
         work.kv_head = head / p.group;
         work.use_row_max = false;
-        work.blocks = work.whole_spans = work.whole_blocks = work.narrow = 0;
+        work.narrow = 0;
       }
+      __syncwarp();
       if constexpr (Shapes::Clips) copy_visits(a, work, lane);
       count_blocks<Shapes>(a, work, lane);
     } else if (repeats) {

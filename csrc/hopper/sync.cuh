@@ -12,12 +12,17 @@ CUTE_DEVICE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;
 // Allows the launch of the next kernel once every CTA of this one has called it or ended.
 CUTE_DEVICE void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" :::); }
 
+// One thread: a semaphore, and all that was written before it was set.
+CUTE_DEVICE int32_t read_semaphore(int32_t const* semaphore) {
+  int32_t now;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(semaphore) : "memory");
+  return now;
+}
+
 // One thread: blocks until other CTAs of this GPU have set a semaphore to `value`.
 CUTE_DEVICE void wait_for_semaphore(int32_t const* semaphore, int32_t value) {
-  int32_t now;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(semaphore) : "memory");
-  } while (now != value);
+  while (read_semaphore(semaphore) != value) {
+  }
 }
 
 // One thread: sets a semaphore after all its earlier writes.

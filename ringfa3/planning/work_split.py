@@ -6,6 +6,10 @@ GPU, or have very many heads or rows, the plan splits every tile alike: first be
 then between blocks of rows. A tile that is far longer than the others, such as that of first keys,
 to which every query attends, is split between blocks of rows in any case. The units of a tile then
 add their dK and dV in float32.
+
+A deterministic backward fetches longest tiles last, so whole tiles leave CTAs idle at its end. It
+splits a tile between query heads into two units at most. Two sums, added to 0 in either order, have
+the same bits; three do not.
 """
 
 from __future__ import annotations
@@ -60,12 +64,12 @@ def split_work(
     kv_heads: int,
     num_ctas: int,
     head_dim: int,
-    whole: bool = False,
+    deterministic: bool = False,
 ) -> Table:
     """The work units of a hop's tiles; none for fully masked tiles.
 
-    They have the tiles' order, or, where rows are so long that units have one query head, this
-    order inside of each head.
+    They have the tiles' order, or, where rows are so long that units have one query head, and in a
+    deterministic backward, this order inside of each part of the query heads.
 
     Args:
         tiling: of the backward.
@@ -74,12 +78,14 @@ def split_work(
         kv_heads: KV heads; each runs every unit.
         num_ctas: CTAs that run at once.
         head_dim: of Q, dO and dQ.
-        whole: split nothing; deterministic sums need it.
+        deterministic: at most two units a tile, each with all row blocks.
     """
     blocks = visited_blocks(tiling, tile_m)
     uncut = _cut(tiling, blocks, group, 1, 1)
-    if whole:
-        return uncut
+    if deterministic:
+        halves = _heads_outer(_cut(tiling, blocks, group, min(2, group), 1))
+        of_head = max(1, num_ctas // kv_heads)  # CTAs; one head stands for all
+        return min(uncut, halves, key=lambda table: _makespan(_costs(table), 1, of_head))
     work = int(blocks.sum())
     typical = int((blocks * blocks).sum()) / max(1, work)  # blocks of a tile, by work
     share = work * kv_heads / num_ctas  # blocks that a CTA runs, with all heads of a group
@@ -97,7 +103,7 @@ def split_work(
     for heads, rows in cuts:
         table = _cut(tiling, blocks, group, heads, np.maximum(rows, -(-parts // heads)))
         if long:
-            table = table[np.argsort(table["first_head"], kind="stable")]
+            table = _heads_outer(table)
         if len(table) * kv_heads >= WAVES * num_ctas and least == math.inf:
             return table
         costs = _costs(table)
@@ -109,6 +115,11 @@ def split_work(
         if work * group * kv_heads >= FULL * least * num_ctas:
             break
     return best
+
+
+def _heads_outer(table: Table) -> Table:
+    """All units of one part of the query heads before those of the next."""
+    return table[np.argsort(table["first_head"], kind="stable")]
 
 
 def visited_blocks(tiling: Tiling, tile_m: int) -> Ints:
@@ -141,8 +152,8 @@ def _cut(tiling: Tiling, blocks: Ints, group: int, heads: int, rows: Ints | int)
     for name in ("row0", "rows", "first_span"):
         table[name] = tiling.tiles[name][tile]
     table["flags"] = np.where(count[tile] > 1, SHARED, 0)
-    table["first_head"] = group // heads * head
-    table["num_heads"] = group // heads
+    table["first_head"] = group * head // heads
+    table["num_heads"] = group * (head + 1) // heads - table["first_head"]
     table["skip"] = blocks[tile] * row // row_parts[tile]
     table["blocks"] = blocks[tile] * (row + 1) // row_parts[tile] - table["skip"]
     return table

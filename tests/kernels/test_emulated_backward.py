@@ -3,12 +3,15 @@ against float64: `make kernels` runs it."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from ringfa3 import flash_attn_func, flash_attn_varlen_func
 from ringfa3.build.units import UNITS, Unit, select_units
-from ringfa3.kernels import dispatch
+from ringfa3.kernels import backward, dispatch
 from ringfa3.kernels.backward import BackwardPass
 from ringfa3.planning.work_split import SHARED, split_work
 from tests.support import backward_checks as checks
@@ -76,6 +79,36 @@ def test_hops_hold_the_gate(emulated: Machine, unit: Unit, deterministic: bool) 
 def test_deterministic_gradients_have_the_same_bits(emulated: Machine, unit: Unit) -> None:
     """In any order of threads and asynchronous operations."""
     checks.same_bits(unit, "cpu", 4, lambda n: emulated.settings(n, EAGERNESS[n]))
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_units_of_a_tile_add_in_either_order_to_the_same_bits(
+    emulated: Machine, unit: Unit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One resident CTA runs the deterministic units of a tile in the table's order, and reversed.
+
+    Reference: float32 dK and dV of the table's order, exactly. Three units would differ."""
+    emulated.settings(0, 0.3, resident_ctas=1)
+    results = []
+    for step in (1, -1):
+        p = checks.problem(7, unit, "cpu", [(200, unit.tile_n)], (4, 1), (-1, 0))
+
+        def split(*given: Any, step: int = step) -> np.ndarray:
+            table = split_work(*given[:4], 132, *given[5:])[::step].copy()
+            assert len(table) > 1
+            assert (table["flags"] & SHARED).all()
+            return table
+
+        monkeypatch.setattr(backward, "split_work", split)
+        rows = p.dout, p.dlse, p.q, p.out, p.lse
+        run = BackwardPass(unit, *rows, p.plan, p.scale, True, 1)
+        sums = [torch.empty(x.shape, dtype=torch.float32) for x in (p.k[..., : unit.head_dim], p.v)]
+        tiling = p.plan.backward(unit.tile_n, unit.tile_m, True)[0]
+        run.hop(p.k, p.v, tiling, *sums)
+        checks.hold_gate([run.dq(), *(x.to(p.v.dtype) for x in sums)], p, f"step {step}")
+        results.append(sums)
+    for name, x, y in zip(("dk", "dv"), *results, strict=True):
+        assert torch.equal(x, y), name
 
 
 @pytest.mark.parametrize("unit", UNITS)

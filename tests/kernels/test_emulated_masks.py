@@ -75,7 +75,7 @@ def test_masks_hold_the_gate(emulated: Machine, dtype: torch.dtype, d: int, case
     assert clipped
 
 
-# Two tiles of 128 rows: 35 whole spans of 128 keys, more than the lanes of a warp, and a masked one;
+# Two tiles of 128 rows: 35 whole spans of 128 keys, more than a warp has lanes, and a masked one;
 # a masked span, whole ones after it.
 BLOCKS = Union(
     256,
@@ -112,7 +112,7 @@ def narrow_tiles(tiling: Tiling) -> int:
     """Tiles that need 1 to 16 columns of their first span, and other spans."""
     tile, columns = tiling.visit_columns()
     first = columns[np.unique(tile, return_index=True)[1]]
-    return int(((0 < first) & (first <= 16) & (np.bincount(tile) > 1)).sum())
+    return int(((first > 0) & (first <= 16) & (np.bincount(tile) > 1)).sum())
 
 
 @pytest.mark.parametrize("lead", [1, 8], ids=["equal", "leading"])
@@ -144,9 +144,7 @@ def test_narrow_spans_hold_the_gate(
 def test_a_narrow_span_merges_with_an_earlier_hop(
     emulated: Machine, dtype: torch.dtype, d: int
 ) -> None:
-    """`hold_gate` of out and LSE: keys from 200 on are the first hop's. Of two hops, their O and LSE
-    lie between launches in float32.
-    """
+    """`hold_gate` of out and LSE: keys from 200 on are the first hop's."""
     union = Union(300, 300, [("|", (0, 300, a, b, -300, 300)) for a, b in ((0, 4), (24, 180))])
     union.steps.append(("|", (0, 300, 200, 300, -300, 300)))
     emulated.settings(3)

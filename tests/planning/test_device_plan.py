@@ -171,7 +171,7 @@ def test_turns_are_those_of_the_tiling(
     """Reference: `Tiling.dq_order`, exactly, for every key tile and dQ block that it adds to."""
     for plan in case.plans():
         for tiling in plan.hops.backward(n, m, deterministic=True):
-            table = split_work(tiling, m, 1, 1, 1, 128, whole=True)
+            table = split_work(tiling, m, 1, 1, 1, 128, deterministic=True)
             spans, earlier = address(tiling.spans), address(tiling.earlier)
             for i in range(len(table)):
                 unit = table[i : i + 1]

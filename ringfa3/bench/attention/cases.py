@@ -34,6 +34,7 @@ QUANTISED_BACKWARD = {"fp8-backward": FP8, "int8-backward": INT8}
 BELOW = "below"  # head dims below a kernel's own, and with columns of zeros up to it
 SINKS = "sinks"  # with a sink and without
 SPANS = "spans"  # masks, and a sequence of equal FLOPs or a window without them
+MLA = "mla"  # head dim 192 of Q and K, 128 of V
 TREE = "tree"  # trees, against their sequences one by one and libraries that take such masks
 OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     ABLATION: FORWARD,
@@ -44,6 +45,7 @@ OWN_IMPLEMENTATIONS: dict[str, str | None] = {
     BELOW: None,
     SINKS: None,
     SPANS: None,
+    MLA: None,
     TREE: None,
 }
 SCORES, PACKED = "scores", "packed"
@@ -184,6 +186,14 @@ def below(shrink: int) -> Iterable[Case]:
             yield replace(case, label=f"{case.label}, {heads[0]}:{heads[1]}")
 
 
+def mla(shrink: int) -> Iterable[Case]:
+    """16k tokens in sequences of 4k and 16k, 16 heads, full and causal."""
+    for window in (FULL, CAUSAL):
+        for seqlen in (4 * K, 16 * K):
+            case = dense(MLA, 16 * K // seqlen, seqlen // shrink, (16, 16), 192, window)
+            yield replace(case, label=f"{case.label}, V of 128", v_dim=128)
+
+
 def sinks(shrink: int) -> Iterable[Case]:
     """One sequence of 8k, 64 query heads on 8 KV heads, with a window of 128 and causal."""
     windows = ("window 128", (max(1, 128 // shrink), 0)), ("causal", CAUSAL)
@@ -250,6 +260,7 @@ SETS: dict[str, Callable[[int], Iterable[Case]]] = {
     BELOW: below,
     SINKS: sinks,
     SPANS: spans,
+    MLA: mla,
     TREE: tree,
 }
 

@@ -17,6 +17,7 @@ from ringfa3.bench.attention.cases import (
     DETERMINISTIC,
     FP8,
     INT8,
+    MLA,
     OWN_IMPLEMENTATIONS,
     PEERS,
     QUANTISED_BACKWARD,
@@ -178,10 +179,16 @@ def _implementations(
         return [
             RingFA3(f"{RINGFA3} fallback"), Sdpa("SDPA math", math), Sdpa("SDPA flash", flash)
         ], []  # fmt: skip
+    found, missing = _peers(options)
+    return [RingFA3(), *found], missing
+
+
+def _peers(options: Options) -> tuple[list[Implementation], list[str]]:
+    """The other libraries, or a line for each that says why it is missing."""
     found, missing = _flash_attentions(options)
     if "cudnn" in options.peers:
         found.append(Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION))
-    return [RingFA3(), *found], missing
+    return found, missing
 
 
 def _flash_attentions(
@@ -248,6 +255,11 @@ def _with_own_implementations(
     if name == BELOW:
         found, missing = ([], []) if smoke else _flash_attentions(options)
         return [RingFA3(), ZeroColumns(), *found], missing
+    if name == MLA:
+        deterministic = RingFA3(f"{RINGFA3} deterministic", deterministic=True)
+        math = Sdpa("SDPA math", SDPBackend.MATH)
+        found, missing = ([math], []) if smoke else _peers(options)
+        return [RingFA3(), deterministic, *found], missing
     if name == SPANS:
         return [RingFA3(), OnAnotherCase(f"{RINGFA3} without spans", RingFA3(), without_spans)], []
     if name == TREE:

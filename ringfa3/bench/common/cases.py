@@ -17,7 +17,9 @@ from ringfa3.planning.tiling import plan_local
 CAUSAL, FULL = (-1, 0), (-1, -1)
 FORWARD, BACKWARD = "forward", "backward"
 DIRECTIONS = {"fwd": (FORWARD,), "bwd": (BACKWARD,), "both": (FORWARD, BACKWARD)}
-MATMULS = {FORWARD: 4, BACKWARD: 10}  # FLOPs per visible pair, head and head_dim
+# FLOPs per visible pair and head, by the columns of Q and K and by those of V: S and O; S, dQ and
+# dK, dP and dV.
+MATMULS = {FORWARD: (2, 2), BACKWARD: (6, 4)}
 K = 1024
 TREES = "8 trees of 4k + 16 x 1k"
 FIRST_KEYS = "window and 4 first keys"
@@ -32,6 +34,7 @@ class Case:
     equal_flops_of  label of the case whose baseline this causal sequence of equal FLOPs is
     keys            of each sequence of a batch; None: as many as its tokens
     scores          a key of `scores.SCORES`; None: inputs are standard normal
+    v_dim           columns of V and O; None: `head_dim`
     spans           the mask of one packed sequence, in which every query attends to a key; None:
                     `window` decides
     """
@@ -47,6 +50,7 @@ class Case:
     equal_flops_of: str | None = None
     keys: tuple[int, ...] | None = None
     scores: str | None = None
+    v_dim: int | None = None
     spans: Mask | None = None
 
     @property
@@ -85,8 +89,11 @@ class Case:
         return visible_pairs(tiling.spans)
 
     def flops(self, direction: str) -> int:
-        """Exact FLOPs of the matrix products: 4 (forward) or 10 (backward) x pairs x d x heads."""
-        return MATMULS[direction] * self.pairs * self.head_dim * self.heads
+        """Exact FLOPs of the matrix products: 4 (forward) or 10 (backward) x pairs x d x heads,
+        where V has as many columns."""
+        of_q, of_v = MATMULS[direction]
+        columns = of_q * self.head_dim + of_v * (self.v_dim or self.head_dim)
+        return columns * self.pairs * self.heads
 
 
 def visible_pairs(spans: Table) -> int:

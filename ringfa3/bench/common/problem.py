@@ -11,7 +11,7 @@ import torch
 from ringfa3.bench.common.cases import FORWARD, FULL, Case
 from ringfa3.bench.common.scores import SCORES
 
-Outputs = dict[str, torch.Tensor]  # "out", or "dq", "dk", "dv", each (tokens, heads, head_dim)
+Outputs = dict[str, torch.Tensor]  # "out", or "dq", "dk", "dv", each (tokens, heads, columns)
 GRADIENTS = ("dq", "dk", "dv")
 
 
@@ -61,15 +61,16 @@ def make_problem(
     tokens = (case.tokens,) if case.packed else (len(case.lengths), case.lengths[0])
     keys = tokens if case.packed else (len(case.lengths), case.key_lengths[0])
 
-    def normal(tokens: tuple[int, ...], heads: int) -> torch.Tensor:
-        shape = (*tokens, heads, case.head_dim)
+    def normal(tokens: tuple[int, ...], heads: int, columns: int) -> torch.Tensor:
+        shape = (*tokens, heads, columns)
         return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
-    q = normal(tokens, case.heads)
-    k, v = (normal(keys, case.kv_heads) for _ in range(2))
+    d, d_v = case.head_dim, case.v_dim or case.head_dim
+    q = normal(tokens, case.heads, d)
+    k, v = (normal(keys, case.kv_heads, columns) for columns in (d, d_v))
     if case.scores is not None:
         SCORES[case.scores](q, k, v, generator)
-    dout = normal(tokens, case.heads) if direction != FORWARD else q.new_empty(0)
+    dout = normal(tokens, case.heads, d_v) if direction != FORWARD else q.new_empty(0)
     return Problem(case, direction, q, k, v, dout)
 
 

@@ -112,7 +112,8 @@ class Row:
         cls: type[R], case: Case, direction: str, dtype: str, implementations: Sequence[str]
     ) -> R:
         """The row of a case, without measurements."""
-        names = [f.name for f in fields(case) if f.name not in ("spans", "mix")]  # labels name them
+        in_label = "spans", "mix", "v_dim"
+        names = [f.name for f in fields(case) if f.name not in in_label]
         of_case = {name: getattr(case, name) for name in names} | {
             "lengths": list(case.lengths),
             "keys": case.keys and list(case.keys),
