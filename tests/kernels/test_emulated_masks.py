@@ -100,8 +100,8 @@ def test_whole_spans_hold_the_gate(emulated: Machine, d: int) -> None:
     hold_gate(outputs, plain, exact, 0.0, "blocks")
 
 
-# A narrow span, which four or 13 keys are, then padding, then a window. Of the clipped one a tile has
-# rows that do not attend to it, or to some of its keys.
+# A narrow span of four or 13 keys, then padding, then a window. Some rows of a tile attend to none,
+# or not to all, of the keys of the clipped one.
 WINDOW = ("|", (0, 300, 24, 300, -164, -24))
 FIRST_KEYS = Union(300, 300, [("|", (0, 300, 0, 4, -300, 300)), WINDOW])
 SOME_ROWS = Union(300, 300, [("|", (40, 200, 0, 13, -150, 300)), WINDOW])

@@ -11,6 +11,8 @@ using namespace ringfa3;
 
 namespace {
 
+constexpr int kNarrow = 4;  // keys of a narrow span at most
+
 // Calls `f` with the size as a constant; the sizes are those of `strategies.tiles`.
 template <class F>
 auto with_size(int size, F const& f) {
@@ -99,8 +101,9 @@ int dq_order(int m, int n, Span const* spans, int32_t const* earlier, int span, 
 
 // (span, first column, end, low, high, unmasked, own rows, first row, end row) of the blocks of a
 // forward tile, as `apply_mask` and the consumer see them; returns how many there are. form: 1 on
-// the grid, 2 clipped spans, with a table of visits. joins: whole spans are one run, of span -1;
-// the first record is (blocks, whole spans, their blocks) then.
+// the grid, 2 clipped spans, with a table of visits. joins: whole spans are one run, of span -1,
+// and a narrow span, off the grid, comes first; the first record is (blocks, whole spans, their
+// blocks, narrow) then.
 int key_blocks(int n, int form, bool joins, Tile const* tile, void const* table, int32_t* out) {
   bool const clips = form == 2;
   ClippedWorkItem work{};
@@ -114,49 +117,61 @@ int key_blocks(int n, int form, bool joins, Tile const* tile, void const* table,
       work.spans[i] = SpanColumns(*tile, static_cast<Span const*>(table)[at]);
     }
   }
+  auto const* const spans = static_cast<Span const*>(table);
+  auto put = [&](auto const& block, bool in_run, bool unmasked) {
+    SpanColumns const c = in_run ? SpanColumns{} : block.columns();
+    int32_t first_row = 0, end_row = SpanRows::kEveryRow;
+    if constexpr (std::remove_cvref_t<decltype(block)>::kClips) {
+      if (!in_run) first_row = block.rows().begin, end_row = block.rows().end;
+    }
+    int32_t const row[] = {in_run ? -1 : tile->first_span + block.index,
+                           block.start,
+                           block.end,
+                           c.low,
+                           c.high,
+                           unmasked,
+                           block.valid_rows(),
+                           first_row,
+                           end_row};
+    for (int32_t x : row) *out++ = x;
+  };
   auto list = [&](auto block) {
     int count = 0, unmasked = 0;
     bool more, whole = true;
     if (joins) {
       for (block.index = 0; block.index < tile->num_spans; ++block.index) {
-        int const n = block.blocks(block.columns());
-        whole = whole && block.whole(block.columns(),
-                                     block.plan_spans[tile->first_span + block.index], tile->rows);
+        SpanColumns const c = block.columns();
+        bool const narrow =
+            form != 1 && block.index == 0 && tile->num_spans > 1 && c.narrow(kNarrow);
+        int const n = narrow ? 0 : block.blocks(c);
+        auto const& span = block.plan_spans[tile->first_span + block.index];
+        whole = whole && (narrow || block.whole(c, span, tile->rows));
+        work.narrow |= narrow;
         work.blocks += n;
         if (whole) work.whole_spans += 1, work.whole_blocks += n;
       }
-      for (int i = 0; i < 9; ++i)
-        *out++ = i == 0 ? work.blocks : i == 1 ? work.whole_spans : work.whole_blocks;
+      int32_t const counts[9] = {work.blocks, work.whole_spans, work.whole_blocks, work.narrow};
+      for (int32_t x : counts) *out++ = x;
       count = 1;
+      if (work.narrow) {
+        BlockIterator<kNarrow, false, decltype(block)::kClips> first(work, spans);
+        first.begin_first_span();
+        put(first, false, false);
+        ++count;
+      }
       more = block.begin_whole_spans(work);
     } else {
       more = block.next();
     }
     for (; more; more = block.next()) {
-      bool const in_run = block.index < work.whole_spans;
-      SpanColumns const c = in_run ? SpanColumns{} : block.columns();
       if (unmasked == 0) unmasked = block.unmasked_blocks();
-      int32_t first_row = 0, end_row = SpanRows::kEveryRow;
-      if constexpr (decltype(block)::kClips) {
-        if (!in_run) first_row = block.rows().begin, end_row = block.rows().end;
-      }
-      int32_t const row[] = {in_run ? -1 : tile->first_span + block.index,
-                             block.start,
-                             block.end,
-                             c.low,
-                             c.high,
-                             unmasked > 0,
-                             block.valid_rows(),
-                             first_row,
-                             end_row};
-      for (int32_t x : row) *out++ = x;
+      put(block, block.index < work.whole_spans, unmasked > 0);
       unmasked = max(0, unmasked - 1);
       ++count;
       block.complete();
     }
     return count;
   };
-  auto const* const spans = static_cast<Span const*>(table);
   return with_size(n, [&](auto size) {
     return clips       ? list(BlockIterator<size(), false, true>(work, spans))
            : form == 1 ? list(BlockIterator<size(), true>(work, spans))

@@ -29,6 +29,7 @@ from tests.support.strategies import Case, cases, tiles
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
+NARROW_KEYS = 4  # as kNarrow
 MOST = 1 << 16  # records that a call may return
 any_case = st.one_of(cases, mask_cases)  # documents with a window, and masks
 
@@ -67,6 +68,14 @@ BLOCKS = MaskCase(
     ),
     1,
 )
+
+
+# A narrow span before whole ones; one of which a tile needs its last columns.
+NARROW = MaskCase(
+    Union(24, 64, [("|", (0, 8, a, b, -64, 64)) for a, b in ((0, 3), (8, 16), (24, 40), (45, 50))]),
+    1,
+)
+NARROW.union.steps.extend([("|", (8, 24, 0, 20, 12, 14)), ("|", (8, 24, 30, 64, -64, 64))])
 
 
 def all_hops(case: Case | MaskCase) -> Iterator[Plan]:
@@ -186,8 +195,13 @@ def test_turns_are_those_of_the_tiling(
 
 
 def check_run(blocks: list[list[int]], joined: list[list[int]], counts: list[int], n: int) -> None:
-    """Those who load and those who compute see equal blocks, but for the run of whole spans."""
-    number, _, in_run = counts
+    """Those who load and those who compute see equal blocks, but for the run of whole spans. A
+    narrow span, which comes first, replaces its only block in `blocks`.
+    """
+    number, _, in_run, narrow = counts
+    if narrow:
+        blocks[0] = joined[0]
+        blocks, joined = blocks[1:], joined[1:]
     assert number == len(blocks) == len(joined)
     assert joined[in_run:] == blocks[in_run:]
     for at, (block, of_run) in enumerate(zip(blocks[:in_run], joined, strict=False)):
@@ -197,12 +211,13 @@ def check_run(blocks: list[list[int]], joined: list[list[int]], counts: list[int
 
 @given(case=any_case, m=tiles, n=tiles, on_grid=st.booleans())
 @example(case=BLOCKS, m=8, n=8, on_grid=False)
+@example(case=NARROW, m=8, n=8, on_grid=False)
 def test_a_forward_tile_sees_each_pair_once(
     device: ctypes.CDLL, case: Case | MaskCase, m: int, n: int, on_grid: bool
 ) -> None:
     """Reference: the mask, exactly, from the blocks' columns and `apply_mask`'s bounds per row. A
     block without a mask hides nothing; the rows of V that it owns end with the segment. On the grid
-    a block begins at a multiple of n.
+    a block begins at a multiple of n. A narrow span has a block of `NARROW_KEYS` keys.
     """
     for hops in all_hops(case):
         for tiling in hops.forward(m):
@@ -221,12 +236,15 @@ def test_a_forward_tile_sees_each_pair_once(
                 given = address(tile), address(table)
                 blocks = records(device.key_blocks, 9, n, form, False, *given)
                 counts, *joined = records(device.key_blocks, 9, n, form, True, *given)
-                check_run(blocks, joined, counts[:3], n)
-                for span, start, end, low, high, unmasked, valid_rows, *clip in blocks:
+                check_run(blocks, joined, counts[:4], n)
+                for at, (span, start, end, low, high, unmasked, valid_rows, *clip) in enumerate(
+                    blocks
+                ):
+                    width = NARROW_KEYS if counts[3] and at == 0 else n
                     assert form != 1 or start % n == 0
-                    assert valid_rows == min(n, ends[span] - start)
+                    assert valid_rows == min(width, ends[span] - start)
                     for r in range(end_row - row0):
-                        first, last = max(start, low + r), min(end, start + n, high + r + 1)
+                        first, last = max(start, low + r), min(end, start + width, high + r + 1)
                         if not clip[0] <= r < clip[1]:
                             last = first
                         seen[span][r, first : max(first, last)] += 1
