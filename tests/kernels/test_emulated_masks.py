@@ -144,8 +144,8 @@ def test_narrow_spans_hold_the_gate(
 def test_a_narrow_span_merges_with_an_earlier_hop(
     emulated: Machine, dtype: torch.dtype, d: int
 ) -> None:
-    """`hold_gate` of out and LSE: keys from 200 on are the first hop's. Scores of the narrow span lead,
-    so most rows rescale the first hop's O.
+    """`hold_gate` of out and LSE: keys from 200 on are the first hop's. Scores of the narrow span
+    lead, so most rows rescale the first hop's O.
     """
     union = Union(300, 300, [("|", (0, 300, a, b, -300, 300)) for a, b in ((0, 4), (24, 180))])
     union.steps.append(("|", (0, 300, 200, 300, -300, 300)))
