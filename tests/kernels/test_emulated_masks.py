@@ -140,12 +140,13 @@ def test_narrow_spans_hold_the_gate(
     hold_gate(outputs, plain, exact, 0.0, f"{union}")
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["", "alone"])
 @pytest.mark.parametrize(("dtype", "d"), NARROW_SHAPES)
 def test_a_narrow_span_merges_with_an_earlier_hop(
-    emulated: Machine, dtype: torch.dtype, d: int
+    emulated: Machine, dtype: torch.dtype, d: int, alone: bool
 ) -> None:
     """`hold_gate` of out and LSE: keys from 200 on are the first hop's. Scores of the narrow span
-    lead, so most rows rescale the first hop's O.
+    lead, so most rows rescale the first hop's O. `alone`: the tile's other span has no key.
     """
     union = Union(300, 300, [("|", (0, 300, a, b, -300, 300)) for a, b in ((0, 4), (24, 180))])
     union.steps.append(("|", (0, 300, 200, 300, -300, 300)))
@@ -160,6 +161,9 @@ def test_a_narrow_span_merges_with_an_earlier_hop(
     out = torch.full_like(given[0][0], torch.nan)
     lse = torch.full((2, 300), torch.nan)
     running = empty_partial_out(of_shape, plan, 2, "cpu")
+    if alone:
+        whole.spans["k1"][1] = whole.spans["k0"][1]
+        del union.steps[1]
     for first, spans, flag in ((2, 1, FIRST), (0, 2, LAST)):
         tiles = whole.tiles.copy()
         tiles["first_span"] += first
