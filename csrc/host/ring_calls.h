@@ -9,6 +9,7 @@
 #include <string_view>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "host/key.h"
 #include "host/program.h"
@@ -17,10 +18,12 @@ namespace ringfa3::host {
 
 constexpr size_t kMaxRingCalls = 1024;  // beyond that all are forgotten
 
-// A launch of a program: the program, and the waits of earlier calls.
+// A launch of a program: the program, the waits of earlier calls, and the number of its call in a
+// group.
 struct ProgramLaunch {
   std::shared_ptr<Program const> program;
-  Waits waits;
+  Waits waits{};
+  int64_t call = 0;
 };
 
 class ReplayableCall {
@@ -29,8 +32,6 @@ class ReplayableCall {
   // None, and nothing has begun: Python must look at the call. Throws what Python raises. A
   // backward names its forward call by the LSE; that of a forward is undefined.
   virtual std::optional<ProgramLaunch> begin(at::Tensor const& lse) = 0;
-  // The forward call under way returns this LSE.
-  virtual void returned(at::Tensor const& lse) = 0;
   // Tell the other ranks; the first one throws what Python raises.
   virtual void refused(std::string const& name, int status) = 0;
   virtual void failed(bool memory, std::string const& text) = 0;
@@ -44,9 +45,8 @@ class LocalCall : public ReplayableCall {
   std::optional<ProgramLaunch> begin(at::Tensor const&) override {
     auto program = program_.lock();
     if (!program) return std::nullopt;
-    return ProgramLaunch{std::move(program), {}};
+    return ProgramLaunch{std::move(program)};
   }
-  void returned(at::Tensor const&) override {}
   void refused(std::string const&, int) override {}
   void failed(bool, std::string const&) override {}
 
@@ -67,10 +67,11 @@ struct FirstCall {
   Stream stream;
 };
 
-// What Python has prepared: the launch, and the call that begins later ones like it.
-struct PreparedLaunch {
+// A call of a prepared plan. op: its number in a key; layouts: of its inputs, as in a key.
+struct PreparedCall {
+  int64_t op;
+  std::string layouts;
   std::shared_ptr<ReplayableCall> call;
-  ProgramLaunch launch;
 };
 
 // Freeing a call takes the GIL: none is freed under the mutex.

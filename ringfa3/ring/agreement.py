@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringfa3.errors import first_line, gave_up, rank_numbers
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.process_group import AbsentError, rendezvous
 from ringfa3.ring.store_monitor import PERIOD_S, entry_key, join_request_key
+from ringfa3.schedules.settings import Settings
 from ringfa3.threads import JOIN_S
 
 MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on

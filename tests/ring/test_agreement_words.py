@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from ringfa3.ring import agreement
 from ringfa3.ring.agreement import NUMBERS, Agreements, AgreementWords, NoAgreementError
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.store_monitor import entry_key, join_request_key
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric.signals import Signals
 from tests.ring.test_agreement import CountingStore
 from tests.support.ranks import Ranks, group_of

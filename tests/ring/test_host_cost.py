@@ -174,7 +174,7 @@ def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
     with (
         mock.patch.object(Agreements, "exchange", unexpected),
         mock.patch.object(prepare_call, "_validate", unexpected),
-        mock.patch.object(prepare_call, "_settings", unexpected),
+        mock.patch.object(prepare_call, "ring_settings", unexpected),
         mock.patch.object(prepare_call, "select_forward_mode", unexpected),
         mock.patch.object(Plan, "_forward", unexpected),
         mock.patch.object(Plan, "_backward", unexpected),

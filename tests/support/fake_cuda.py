@@ -10,6 +10,7 @@ import ctypes
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,10 +20,14 @@ from unittest import mock
 
 import torch
 
+from ringfa3.ring.agreement import AgreementSnapshot
+from ringfa3.ring.calls import CallHistory
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ipc_memory import IpcAllocation
 from ringfa3.symmetric.watchdog import Watchdog
+from ringfa3.threads import Interruption
 from tests.support.fake_graphs import FakeGraph, FakeRun
 
 LIMIT_S = 20.0  # for a wait on the compute stream
@@ -239,6 +244,10 @@ class FakeEvent:
         return self.passed[0]
 
 
+SETTINGS = Settings({"of": "all calls"})
+SETTINGS.complete()
+
+
 class FakeGroup:
     """`ringfa3.symmetric.backend.Group`; ranks meet in shared lists."""
 
@@ -249,18 +258,23 @@ class FakeGroup:
         self.failures: list[str] = []
         self.failure: str | None = None
         self.call = 0
-        self.begun = 0  # calls that began again
-        self.refuses = False  # to begin any again
-        self.snapshot = 0  # calls of earlier ones do not begin again
+        # of `RingGroup`, by which the C++ launcher begins calls
+        self.calls, self.interruption = CallHistory(), Interruption()
+        self.agreements = SimpleNamespace(agreement_id=0, cache_version=0)
+        self.monitor = SimpleNamespace(peer_failure=None, join_request=0)
+        self.connections = SimpleNamespace(last_transport=None)
+        self.process_group, self.process_groups = weakref.ref(ranks), {ranks: None}
 
-    def agreement_snapshot(self) -> int:
-        return self.snapshot
+    @property
+    def begun(self) -> int:
+        """How many calls the launcher has begun."""
+        return self.calls.latest.number
 
-    def begin_again(self, agreed: int, lse: torch.Tensor | None) -> bool:
-        del lse
-        begins = agreed == self.snapshot and not self.refuses
-        self.begun += begins
-        return begins
+    def agreed(self, settings: Settings, direction: str) -> AgreementSnapshot:
+        return AgreementSnapshot(settings.of_pass(direction), self.agreements.cache_version)
+
+    def agreement_snapshot(self) -> AgreementSnapshot:
+        return self.agreed(SETTINGS, "forward")
 
     def returned(self, lse: torch.Tensor) -> None:
         """The group names forward calls."""

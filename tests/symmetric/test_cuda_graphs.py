@@ -200,7 +200,7 @@ def _late(group: FakeGroup, placement: Placement) -> tuple[bool, bool]:
     if group.rank == 1:
         time.sleep(0.3)
     layer.call("forward", waits_in_kernel=False)
-    count = backend._waits[Stream.KV]
+    count = backend.waits[Stream.KV]
     before = backend.signals.reached(Stream.KV, count)
     with group.meeting.capture():
         layer.call("forward", waits_in_kernel=False)

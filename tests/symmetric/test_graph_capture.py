@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ringfa3.ring import prepare_call
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.prepare_call import pass_type_of
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric import self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.cuda_graphs import capture_error
@@ -89,9 +89,9 @@ class Entered:
     def call(self, captured: bool, transport: str = "auto") -> object:
         x = mock.Mock(shape=(8, 2, 64), dtype=torch.bfloat16, is_cuda=True)
         x.stride.return_value = (128, 64, 1)
-        plan, settings = self.plan, mock.Mock(return_value={"q": "so"})
+        plan, settings = self.plan, mock.Mock(return_value=Settings({"q": "so"}))
         with (
-            mock.patch.multiple(prepare_call, _validate=mock.Mock(), _settings=settings),
+            mock.patch.multiple(prepare_call, _validate=mock.Mock(), ring_settings=settings),
             mock.patch.object(prepare_call.host, "ensure"),
             mock.patch.object(prepare_call, "select_forward"),
             mock.patch.multiple(

@@ -7,7 +7,6 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ from ringfa3.kernels import backward, forward, uploads
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning import context_plan, token_shards
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.ring import op
 from ringfa3.schedules import link
 from ringfa3.schedules.encoded import EncodedSchedule
 from ringfa3.schedules.schedule import Schedule
@@ -146,24 +144,6 @@ def test_a_call_of_several_ranks_builds_nothing(
 
     with builds() as built:
         on_ranks(kernels, world, work)
-
-
-def test_a_call_that_its_op_did_not_take_serves_no_other() -> None:
-    """An error, or an interruption, may keep the op from running: the next one prepares its own."""
-    plan, settings = plain(0, 1), (SCALE, False, "native", "auto")
-    call: Any = SimpleNamespace(plan=plan, pass_type="forward")
-    others = [
-        (plain(0, 1), "forward", settings),
-        (plan, "backward", settings),
-        (plan, "forward", (SCALE, False, "fp8", "auto")),
-        (plan, "forward", (2 * SCALE, False, "native", "auto")),
-    ]
-    for other in others:
-        op._thread.give(call, settings)
-        assert op._thread.take(*other) is None
-        assert op._thread.take(plan, "forward", settings) is None  # it is gone
-    op._thread.give(call, settings)
-    assert op._thread.take(plan, "forward", settings) is call
 
 
 def test_captures_find_the_tables_of_a_prepared_plan(kernels: FakeKernels) -> None:
