@@ -30,7 +30,7 @@ import torch
 from ringfa3.build.host_library import MODULE, ensure_host_library
 from ringfa3.custom_op import on_hook_change, run_with
 from ringfa3.errors import BuildError
-from ringfa3.kernels import dispatch
+from ringfa3.kernels import dispatch, uploads
 from ringfa3.kernels.dispatch import log_once
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import ScheduleError
@@ -194,6 +194,7 @@ def start(library: Any, device: str, driver: Sequence[int], lengths_by_value: bo
     library.on_first_call(_prepared_calls)
     library.start(device, *driver, lengths_by_value)
     _library = library
+    uploads.launchers[device] = library.to_device
     on_hook_change(library.observe)
 
 
@@ -206,6 +207,7 @@ def stop() -> None:
         for name in (*INPUTS, *RINGS):  # PyTorch remembers which keys had kernels
             getattr(torch.ops.ringfa3, name).default._dispatch_cache.clear()
     _programs.clear()
+    uploads.launchers.clear()
     _library = _selected = None
 
 

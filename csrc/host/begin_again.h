@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "host/python_programs.h"
 #include "host/state.h"
 
 namespace ringfa3::host {
@@ -52,9 +53,9 @@ struct Names {
       compute{"compute"}, connections{"connections"}, digest{"digest"}, error{"error"},
       failure{"failure"}, group{"group"}, interruption{"interruption"},
       join_request{"join_request"}, last_compute{"last_compute"}, last_transport{"last_transport"},
-      latest{"latest"}, monitor{"monitor"}, peer_failure{"peer_failure"}, posted{"posted"},
-      process_group{"process_group"}, process_groups{"process_groups"}, programs{"programs"},
-      recent{"recent"}, refused{"refused"}, waits{"waits"};
+      latest{"latest"}, links{"links"}, monitor{"monitor"}, peer_failure{"peer_failure"},
+      posted{"posted"}, process_group{"process_group"}, process_groups{"process_groups"},
+      programs{"programs"}, recent{"recent"}, refused{"refused"}, waits{"waits"};
   py::object const symmetric = py::str("symmetric");
 
   static Names const& get() {
@@ -147,17 +148,17 @@ inline std::optional<int64_t> begin_call(py::handle group, py::handle agreed,
 }
 
 // As `SymmetricBackend.prepare_launch` for call `number`.
-inline ProgramLaunch launch_of(py::handle backend, py::handle program, int64_t number) {
+inline ProgramLaunch launch_of(py::handle call, py::handle backend, py::handle program,
+                               int64_t number) {
   auto const& n = Names::get();
-  auto const* held = static_cast<std::shared_ptr<Program const>*>(
-      PyCapsule_GetPointer(item(program, 1).ptr(), nullptr));
+  auto const held = held_program(program.ptr());
   if (!held) throw_raised();
-  ProgramLaunch launch{*held, {}, number};
+  ProgramLaunch launch{held, {}, number};
   auto const counts = n.waits.of(backend);
   for (size_t i = 0; i < launch.waits.size(); ++i) {
     launch.waits[i] = static_cast<uint64_t>(integer(PyList_GET_ITEM(counts.ptr(), i)));
   }
-  auto const waits = py::reinterpret_borrow<py::tuple>(item(program, 2));
+  auto const waits = py::reinterpret_borrow<py::tuple>(n.waits.of(call));
   if (waits.empty()) return launch;
   for (py::handle const of_stream : waits) {
     auto const stream = integer(item(of_stream, 0));
@@ -168,8 +169,28 @@ inline ProgramLaunch launch_of(py::handle backend, py::handle program, int64_t n
   return launch;
 }
 
-// Begins a `ReplayableCall`. None, and nothing has begun: Python must look at it. Python links the
-// program of a parity at its first call.
+// The program of a `ReplayableCall` for a parity, which its first call links.
+inline py::object program_of(py::handle call, Py_ssize_t parity) {
+  auto const& n = Names::get();
+  auto const programs = n.programs.of(call), links = n.links.of(call);
+  auto made = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(programs.ptr(), parity));
+  PyObject* const given = PyList_GET_ITEM(links.ptr(), parity);
+  if (made.is_none() && given != Py_None) {
+    made = py::reinterpret_steal<py::object>(program(nullptr, given));
+    if (!made) PyErr_Clear();  // Python reports the error
+    if (made && !made.is_none()) {
+      PyList_SetItem(programs.ptr(), parity, py::object(made).release().ptr());
+      return made;
+    }
+  }
+  if (!made || made.is_none()) {  // a symbol has no address yet
+    call.attr("program")(parity);
+    made = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(programs.ptr(), parity));
+  }
+  return made;
+}
+
+// Begins a `ReplayableCall`. None, and nothing has begun: Python must look at it.
 inline std::optional<ProgramLaunch> begin_again(py::handle call, at::Tensor const& lse) {
   auto const& n = Names::get();
   auto const backend = n.backend.of(call);
@@ -178,13 +199,11 @@ inline std::optional<ProgramLaunch> begin_again(py::handle call, at::Tensor cons
     return std::nullopt;
   }
   int64_t const calls = integer(n.calls.of(backend));
-  auto program =
-      py::reinterpret_borrow<py::object>(PyList_GET_ITEM(n.programs.of(call).ptr(), calls % 2));
-  if (program.is_none()) program = call.attr("program")(calls % 2);
+  auto const program = program_of(call, calls % 2);
   auto const number = begin_call(n.group.of(backend), n.agreed.of(call), lse);
   if (!number) return std::nullopt;
   n.calls.set(backend, py::int_(calls + 1));
-  return launch_of(backend, program, *number);
+  return launch_of(call, backend, program, *number);
 }
 
 }  // namespace ringfa3::host

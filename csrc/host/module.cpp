@@ -307,6 +307,7 @@ PyMethodDef methods[] = {
     {"decline", decline, METH_NOARGS, nullptr},
     {"program", program, METH_VARARGS, nullptr},
     {"words", words_of, METH_O, nullptr},
+    {"to_device", to_device, METH_VARARGS, nullptr},
     {"run", run, METH_VARARGS, nullptr},
     {"find_plans", find_plans, METH_O, nullptr},
     {"on_first_call", on_first_call, METH_O, nullptr},

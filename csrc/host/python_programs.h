@@ -4,12 +4,15 @@
 #include <Python.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstring>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "host/ops.h"
 
@@ -68,6 +71,41 @@ inline PyObject* program(PyObject*, PyObject* args) {
   return PyCapsule_New(kept, nullptr, [](PyObject* capsule) {
     delete static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
   });
+  END_HANDLE_TH_ERRORS
+}
+
+// to_device(arrays: Sequence[buffer], device: int) -> list[torch.Tensor], their bytes in one piece
+// of device memory, by one copy: `to_device` of ringfa3/kernels/uploads.py.
+inline PyObject* to_device(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject* arrays;
+  int index;
+  if (!PyArg_ParseTuple(args, "Oi", &arrays, &index)) return nullptr;
+  auto const given = py::reinterpret_borrow<py::sequence>(arrays);
+  std::vector<py::buffer_info> buffers;
+  int64_t size = 0;
+  for (py::handle const array : given) {
+    buffers.push_back(py::reinterpret_borrow<py::buffer>(array).request());
+    size += buffers.back().size * buffers.back().itemsize;
+  }
+  at::Device const device(host().device, static_cast<c10::DeviceIndex>(index));
+  auto const bytes = at::TensorOptions().dtype(at::kByte);
+  // PyTorch reuses pinned memory only after the copy that reads it
+  at::Tensor const source = at::empty({size}, bytes.pinned_memory(device.is_cuda()));
+  auto* to = static_cast<char*>(source.mutable_data_ptr());
+  for (auto const& x : buffers) {
+    to = static_cast<char*>(std::memcpy(to, x.ptr, x.size * x.itemsize)) + x.size * x.itemsize;
+  }
+  at::Tensor memory = at::empty({size}, bytes.device(device));
+  memory.copy_(source, /*non_blocking=*/true);
+  py::list parts(buffers.size());
+  int64_t begin = 0;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    int64_t const length = buffers[i].size * buffers[i].itemsize;
+    parts[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(memory.narrow(0, begin, length)));
+    begin += length;
+  }
+  return parts.release().ptr();
   END_HANDLE_TH_ERRORS
 }
 

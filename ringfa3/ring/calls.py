@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from ringfa3 import host
 from ringfa3.schedules.settings import Settings
 from ringfa3.tensor_cache import MemoryCache
 
@@ -64,7 +64,9 @@ class CallHistory:
     refused  whether the latest call was refused on all ranks
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launched: Callable[[torch.Tensor], int] = lambda _: 0) -> None:
+        """launched: number of the forward call that the launcher has begun, by its LSE, else 0."""
+        self._launched = launched
         self.latest = LatestCall(0, Settings())
         self.recent: deque[LatestCall] = deque(maxlen=RECENT_CALLS)
         self.refused = False
@@ -83,7 +85,7 @@ class CallHistory:
 
     def forward_of(self, lse: torch.Tensor | None) -> int:
         """Number of the forward call that returned the LSE of a backward; 0: unknown, or none."""
-        return 0 if lse is None else self._forward_calls.get(lse) or host.forward_call(lse)
+        return 0 if lse is None else self._forward_calls.get(lse) or self._launched(lse)
 
     def refuse(self, number: int) -> None:
         """All ranks have refused call `number` or one before it."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import HashStore, Store
 
+from ringfa3 import host
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
 from ringfa3.planning.process_groups import GroupRef, is_alive, require_alive
 from ringfa3.ring.agreement import (
@@ -60,7 +61,7 @@ class RingGroup:
         self.ranks = dist.get_process_group_ranks(group)  # global ranks, for messages
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.failure: str | None = None
-        self.calls = CallHistory()
+        self.calls = CallHistory(host.forward_call)
         self._entering = threading.RLock()  # held by the thread that is in an agreement
         self.interruption = Interruption()
         # the group's threads and sockets end when it is destroyed
@@ -276,7 +277,8 @@ class RingGroup:
             return
         try:
             self._require_peers()
-            self._enter({"settings": settings, "error": described(error), "mid_call": False})
+            told = None if error is None else described(error)
+            self._enter({"settings": settings, "error": told, "mid_call": False})
         except RingError as lost:
             if error is not None:
                 raise error from lost

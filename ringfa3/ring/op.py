@@ -10,6 +10,7 @@ stays. The float32 dK/dV of a hop return to the owner of the keys while the next
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ from ringfa3.ring.quantised_forward import (
     run_quantised_forward,
 )
 from ringfa3.schedules.host_code import forward_hops, gradients
-from ringfa3.schedules.link import Signature, kernels_loaded
+from ringfa3.schedules.link import Signature
 from ringfa3.straight_through import forward_centres, straight_through
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV
 from ringfa3.symmetric.ring_pass import prepared_calls
@@ -201,7 +202,7 @@ def _prepared_calls(
     transport: str,
     stream: int,
     stream_id: int,
-) -> list[tuple[int, bytes, object]]:
+) -> Sequence[tuple[int, bytes, object]]:
     """For an op that the C++ launcher does not know: calls of its plan that it may begin from now
     on, of which the first is this one. The ranks have agreed on them. Each has the number of its
     op, the layouts of its inputs and a `ReplayableCall`.
@@ -211,35 +212,35 @@ def _prepared_calls(
     inputs: of the schedule. layouts: theirs. stream: the current one, and its id.
     """
     context: ContextPlan = from_handle(plan)
-    if not context.prepared or context.world == 1 or torch.is_inference_mode_enabled():
-        return []
-    k = inputs[OPS[op].k]
-    assert k is not None
-    on_stream = CurrentStream(k.device, stream, False, stream_id)
-    of_types = {**dict.fromkeys(FORWARDS, scale), "backward": (scale, deterministic, "native")}
     prepared: Any = context.prepared
-    sms, mode = num_ctas(k.device), os.environ.get(FORWARD_MODE_ENV)
-    values = {"deterministic": str(deterministic), "transport": transport}
-    for pass_type in OPS[op].pass_types:
-        signature = Signature(pass_type, sms, of_types[pass_type], layouts)
+    if not prepared or context.world == 1 or torch.is_inference_mode_enabled():
+        return []
+    k_number, pass_types = OPS[op]
+    device = inputs[k_number].device  # type: ignore[union-attr]  # k is given
+    sms, of_backward = num_ctas(device), (scale, deterministic, "native")
+    for pass_type in pass_types:
+        of_type = of_backward if pass_type == "backward" else scale
+        signature = Signature(pass_type, sms, of_type, layouts)
         schedule = prepared.get(signature)
-        if schedule is None or schedule.forward_mode != mode or not kernels_loaded(schedule):
-            continue
-        settings = schedule.settings.with_values(values)
-        backend = agree_prepared(context, k.device, on_stream, schedule, settings)
-        if backend is None:
-            return []
-        later = "backward", sms, of_types["backward"]
-        signatures = signature, *(x for x in prepared if x[:3] == later and x != signature)
-        given = backend, host.library(), context, signatures, settings, on_stream
-        try:
-            found = prepared_calls(*given)
-        except Exception:
-            with _report_errors(context):
-                raise
-        if found and found[0][0] is signature:
-            return [(x.pass_type == "backward", x.layouts, call) for x, call in found]
-    return []
+        if schedule is not None and schedule.forward_mode == os.environ.get(FORWARD_MODE_ENV):
+            break
+    else:
+        return []
+    on_stream = CurrentStream(device, stream, False, stream_id)
+    values = {"deterministic": str(deterministic), "transport": transport}
+    settings = schedule.settings.with_values(values)
+    backend = agree_prepared(context, device, on_stream, schedule, settings)
+    if backend is None:
+        return []
+    signatures = [signature]
+    for x in prepared if pass_type != "backward" else ():
+        if x.pass_type == "backward" and x.settings == of_backward and x.num_sms == sms:
+            signatures.append(x)
+    try:
+        return prepared_calls(backend, host.library(), context, signatures, settings, on_stream)
+    except Exception:
+        with _report_errors(context):
+            raise
 
 
 host.on_first_call(_prepared_calls)

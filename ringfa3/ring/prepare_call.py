@@ -258,7 +258,7 @@ def agree_prepared(
     group = RingGroup.known(plan.group)
     if group is None or (backend := group.connections.backend) is None:
         return None
-    if backend.device != device or not backend.is_ready(schedule.spec, stream):
+    if backend.device != device or not backend.is_ready(schedule, stream):
         return None
     group.agree(settings)
     return backend

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.schedules.encoded import Part, Wait
-from ringfa3.schedules.link import Addresses, Resolvers, kernel_resolvers
+from ringfa3.schedules.encoded import EncodedSchedule, Part, Wait
+from ringfa3.schedules.link import Addresses, Resolvers, kernel_resolvers, kernels_loaded
 from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.cuda_driver import entry_address
@@ -194,11 +194,10 @@ class SymmetricBackend:
         self.posted = self._watchdog.posted
         self.replays = ReplayWaits(self.signals)
 
-    def is_ready(self, spec: Slots, stream: CurrentStream) -> bool:
+    def is_ready(self, schedule: EncodedSchedule, stream: CurrentStream) -> bool:
         """As `Beginner.is_ready`."""
-        return (
-            stream.id == self._stream_id and not self.joins and self.memory.holds(spec.slot_bytes)
-        )
+        ready = stream.id == self._stream_id and not self.joins and kernels_loaded(schedule)
+        return ready and self.memory.holds(schedule.spec.slot_bytes)
 
     def begin(self, spec: Slots, stream: CurrentStream | None = None) -> int:
         """As `Backend.begin`. A captured call has the same parity in all replays."""

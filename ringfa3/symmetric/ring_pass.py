@@ -24,7 +24,6 @@ from ringfa3.planning.tiling import Plan
 from ringfa3.schedules.encoded import EncodedSchedule
 from ringfa3.schedules.link import (
     Signature,
-    kernels_loaded,
     schedule_of,
     signature_of,
     upload_tables,
@@ -295,29 +294,34 @@ class SymmetricRingPass:
 
 
 def prepared_calls(
-    backend: Beginner,
+    backend: Backend,
     library: Any,
     plan: ContextPlan,
     signatures: Iterable[Signature],
     settings: Settings,
     stream: CurrentStream,
-) -> list[tuple[Signature, ReplayableCall]]:
-    """Calls of a prepared plan on a stream, with settings on which the ranks have agreed: those
-    that the C++ launcher may begin. Uploads the tables of the plan.
+) -> list[tuple[int, bytes, ReplayableCall]]:
+    """Calls of a prepared plan on a stream, with settings on which the ranks have agreed, for the
+    C++ launcher to begin them. Each comes after the number of its op and the layouts of its inputs.
 
-    Raises OutOfMemoryError: there is no memory for the tables.
+    signatures: the first one is that of the call under way; without it there is none.
+
+    Raises OutOfMemoryError: there is no memory for the plan's tables, which are uploaded.
     """
     upload_tables(plan.prepared.values(), stream)
     known, found = CachedCalls.of(backend, plan), []
+    addresses = backend.addresses(stream, 0), backend.addresses(stream, 1)
     for signature in signatures:
         schedule = plan.prepared[signature]
-        if not kernels_loaded(schedule) or not backend.is_ready(schedule.spec, stream):
-            continue
-        made = known.call(backend, library, signature, schedule, stream)
-        direction = "backward" if signature.pass_type == "backward" else "forward"
-        made.agreed = backend.group.agreed(settings, direction)
-        if made.agreed is not None:
-            found.append((signature, made))
+        backward = signature.pass_type == "backward"
+        agreed = backend.group.agreed(settings, "backward" if backward else "forward")
+        if agreed is not None and backend.is_ready(schedule, stream):
+            made = known.call(backend, library, signature, schedule, stream)
+            made.agreed = agreed
+            made.prepare_links(*addresses)
+            found.append((int(backward), signature.layouts, made))
+        elif not found:
+            break
     return found
 
 

@@ -19,7 +19,7 @@ from ringfa3.kernels.symbolic import Symbol
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.schedules.encoded import EncodedSchedule, Wait
-from ringfa3.schedules.link import Addresses, Signature, link
+from ringfa3.schedules.link import Addresses, Signature, link, link_arguments, memory_of
 from ringfa3.schedules.program_cache import ProgramCache
 from ringfa3.schedules.schedule import ScheduleBuilder
 from ringfa3.schedules.steps import DriverCall, MemoryOps
@@ -34,7 +34,6 @@ from ringfa3.symmetric.stream_ops import (
     RecordEvent,
     ResetArrivals,
     SetSignal,
-    Slots,
     Stream,
     WaitAndReset,
     WaitEvent,
@@ -286,9 +285,9 @@ class Beginner(Protocol):
     last_compute: Any
     cache_version: int
 
-    def is_ready(self, spec: Slots, stream: CurrentStream) -> bool:
+    def is_ready(self, schedule: EncodedSchedule, stream: CurrentStream) -> bool:
         """Whether a call that no graph captures may begin on a stream, the current one, without
-        `begin`: as the latest call, and with room in the shared memory."""
+        `begin`: as the latest call, with room in the shared memory and kernels that are loaded."""
 
     def addresses(self, stream: CurrentStream, parity: int) -> Addresses:
         """Of the symbols of calls of a parity on a stream."""
@@ -302,7 +301,9 @@ class ReplayableCall:
     agreed         of the group, by which it begins again
     compute        the compute stream
     cache_version  of the backend's call cache
-    programs       by parity; None before its first call
+    waits          for signals, for each stream, in order
+    programs       by parity, as the library holds them; None before the first call
+    links          by parity, what the library makes a program of; None where Python has to
 
     It holds no plan, which would never die.
     """
@@ -319,25 +320,32 @@ class ReplayableCall:
         self.backend, self._library = backend, library
         self._schedule, self._stream = schedule, stream
         self.compute, self.cache_version = backend.last_compute, backend.cache_version
-        self.programs: list[RingProgram | None] = [None, None]
+        self.waits = schedule.waits
+        self.programs: list[object] = [None, None]
+        self.links: list[tuple[object, ...] | None] = [None, None]
 
     def program(self, parity: int) -> RingProgram:
         """The program of a parity, which its first call links.
 
         Raises what `link` raises, after it has told the other ranks.
         """
-        return self.programs[parity] or self._link(parity)
+        if self.programs[parity] is None:
+            given = self._library, self._schedule, self._stream
+            try:
+                self.programs[parity] = link(*given, self.backend.addresses(self._stream, parity))
+            except Exception as error:
+                self.backend.group.report_failure(error)
+                raise
+        return RingProgram(self._library, self.programs[parity], self.waits)
 
-    def _link(self, parity: int) -> RingProgram:
-        library, schedule = self._library, self._schedule
-        try:
-            addresses = self.backend.addresses(self._stream, parity)
-            held = link(library, schedule, self._stream, addresses)
-        except Exception as error:
-            self.backend.group.report_failure(error)
-            raise
-        self.programs[parity] = made = RingProgram(library, held, schedule.waits)
-        return made
+    def prepare_links(self, even: Addresses, odd: Addresses) -> None:
+        """Lets the library link both parities, with their addresses, as soon as each has a call."""
+        schedule = self._schedule
+        memory = memory_of(schedule, self._stream, even)
+        self.links = [
+            link_arguments(schedule, memory, even),
+            link_arguments(schedule, memory, odd),
+        ]
 
     def refused(self, name: str, status: int) -> NoReturn:
         """The driver has refused a call of the program: tells the other ranks and raises."""

@@ -27,9 +27,9 @@ from ringfa3.symmetric.signals import Signals
 from tests.ring.test_agreement import CountingStore
 from tests.support.ranks import Ranks, group_of
 
-ENTRY = {"settings": {"scale": "1.0"}, "error": None, "mid_call": False, "call": 3, "void": 4}
+ENTRY = {"settings": Settings(scale="1.0"), "error": None, "mid_call": False, "call": 3, "void": 4}
 OTHERS = {
-    "settings": {**ENTRY, "settings": {"scale": "2.0"}},
+    "settings": {**ENTRY, "settings": Settings(scale="2.0")},
     "an error": {**ENTRY, "error": ["ValueError", "no"]},
     "in a call": {**ENTRY, "mid_call": True},
     "a call less": {**ENTRY, "call": 2},

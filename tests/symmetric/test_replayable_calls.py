@@ -50,7 +50,7 @@ class OpRank:
     def agree(self, stream: Any, schedule: Any) -> SymmetricBackend | None:
         """In place of `agree_prepared`."""
         backend = self.rank.backend
-        return backend if backend.is_ready(schedule.spec, stream) else None
+        return backend if backend.is_ready(schedule, stream) else None
 
     def call(
         self,

@@ -19,7 +19,7 @@ from ringfa3.ring import op
 from ringfa3.schedules.schedule import DTYPES
 from ringfa3.schedules.steps import ALLOCATE
 from ringfa3.symmetric import cuda_driver
-from ringfa3.symmetric.ring_program import ReplayableCall, RingProgram
+from ringfa3.symmetric.ring_program import ReplayableCall
 from tests.support.fake_cuda import FakeGroup, Ranks
 from tests.support.fake_kernels import FakeKernels
 from tests.symmetric.test_replayable_calls import OWN_TURNS, OpRank, on_op_ranks
@@ -42,9 +42,9 @@ def test_a_program_that_lacks_memory_is_told_to_the_peers(
 
     group, state = FakeGroup(Ranks(2), 0, 60.0), {"cache_version": 0, "last_compute": None}
     backend: Any = SimpleNamespace(group=group, calls=0, waits=[0] * 3, posted=[], **state)
-    call = Failing(backend, library, mock.Mock(), mock.Mock())
+    call = Failing(backend, library, mock.Mock(waits=()), mock.Mock())
     call.agreed = group.agreement_snapshot()
-    call.programs = [RingProgram(library, program, ())] * 2
+    call.programs = [program] * 2
 
     def prepare(*_: object, **__: object) -> None:
         library.keep_ring(call)
