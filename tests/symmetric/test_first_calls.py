@@ -53,22 +53,22 @@ def test_a_first_call_enters_few_frames_of_python(kernels: FakeKernels) -> None:
         assert rank.prepared == before + 1
         plan = sent(spec, me, 2)
         q, k, v, dout, out, lse = rank.rank.inputs(1, plan)
-        settings = plan.handle, SCALE, False, "native"
+        settings, transport = (plan.handle, SCALE, False, "native"), TRANSPORTS[types[0]]
         with torch.no_grad():
-            rank.pass_type = types[0]
             with frames() as of_forward:
-                op.ring_attention(q, k, v, None, *settings, TRANSPORTS[types[0]])
-            rank.pass_type = "backward"
-            with frames() as of_backward:
-                given = dout, None, q, k, v, out, lse, None
-                op.ring_attention_backward(*given, *settings, TRANSPORTS["backward"])
+                op.ring_attention(q, k, v, None, *settings, transport)
+            below = torch._C._AutoDispatchBelowAutograd  # as a node's backward
+            given = dout, None, q, k, v, out, lse, None
+            with below(), frames() as of_backward:
+                backward = torch.ops.ringfa3.ring_attention_backward
+                backward(*given, *settings, transport)
         return [of_forward, of_backward]
 
     for of_forward, of_backward in on_op_ranks(kernels, 2, work):
         assert "_prepared_calls" in of_forward
         assert "ring_attention" not in of_forward
         assert len(of_forward) <= MAX_FRAMES, chr(10).join(of_forward)
-        assert of_backward == ["ring_attention_backward"]  # the op itself
+        assert of_backward == []  # the forward has prepared it
 
 
 def test_a_first_call_runs_on_its_own_stream(kernels: FakeKernels) -> None:
