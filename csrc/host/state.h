@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "host/driver.h"
-#include "host/forward_calls.h"
 #include "host/observer.h"
 #include "host/programs.h"
 #include "host/ring_calls.h"

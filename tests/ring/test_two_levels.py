@@ -40,7 +40,8 @@ from tests.ring.test_landing import check, numbers
 from tests.support import ranks as processes
 from tests.support.copying_ranks import CPU, Hosts, run_two_levels
 from tests.support.dense import attention, gradients, mask, tensors, worst
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
+from tests.support.fake_group import FakeGroup
 from tests.support.message_ring import Links, Transport, in_threads
 from tests.support.strategies import Case, cases
 

@@ -34,8 +34,9 @@ from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.signals import Signals
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
 from tests.support.fake_driver import LoggedCuda
+from tests.support.fake_group import FakeGroup
 from tests.support.fake_kernels import SMS, FakeKernels, compile_kernels
 from tests.support.host_time import ROUNDS, microseconds
 

@@ -42,7 +42,8 @@ from ringfa3.symmetric.self_test import open_backend
 from ringfa3.symmetric.stream_ops import BufferSpec, Stream
 from tests.support import ranks as processes
 from tests.support.dense import attention, gradients, mask, tensors, worst
-from tests.support.fake_cuda import FakeCuda, FakeGroup, Ranks
+from tests.support.fake_cuda import FakeCuda, Ranks
+from tests.support.fake_group import FakeGroup
 from tests.support.placements import Placement, laid_out, scattered
 
 CPU = torch.device("cpu")
@@ -203,9 +204,8 @@ def _compute_streams(ranks: Ranks, linked: dict[int, list[int]], group: FakeGrou
     call = ReplayableCall(backend, None, schedule, CurrentStream(CPU, 0, False, 7))
     call.agreed = backend.group.agreement_snapshot()
     call.program(parity)
-    for _ in range(2):  # then the other parity begins
-        with ranks.capture():
-            backend.begin(spec)
+    with ranks.capture():
+        backend.begin(spec)
     call.program(1 - parity)
     return linked[threading.get_ident()]
 

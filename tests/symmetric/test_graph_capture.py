@@ -20,7 +20,8 @@ from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.self_test import open_backend
 from ringfa3.symmetric.stream_ops import BufferSpec
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
+from tests.support.fake_group import FakeGroup
 from tests.support.placements import laid_out
 
 CPU = torch.device("cpu")

@@ -20,7 +20,8 @@ from ringfa3.schedules.schedule import DTYPES
 from ringfa3.schedules.steps import ALLOCATE
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.ring_program import ReplayableCall
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
+from tests.support.fake_group import FakeGroup
 from tests.support.fake_kernels import FakeKernels
 from tests.symmetric.test_replayable_calls import OWN_TURNS, OpRank, on_op_ranks
 from tests.symmetric.test_ring_program import SCALE

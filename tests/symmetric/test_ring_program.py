@@ -27,8 +27,9 @@ from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.ring_program import RingProgram
 from ringfa3.symmetric.self_test import open_backend
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
 from tests.support.fake_driver import Computations, Entry, LoggedCuda, in_terms
+from tests.support.fake_group import FakeGroup
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import equal
 
