@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from ringfa3 import host
 from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring import op
+from ringfa3.ring.calls import LatestCall
 from ringfa3.ring.prepare_call import PreparedCall
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV
@@ -336,13 +338,18 @@ def test_a_call_goes_with_its_plan(kernels: FakeKernels) -> None:
 
 
 def test_a_steady_call_enters_no_frame_of_python(kernels: FakeKernels) -> None:
-    """Below its op, a function of Python: a call, and one whose forward call is known."""
+    """Below its op, a function of Python. It does what `RingGroup.begin` does: it counts the call,
+    names the forward of a backward, posts waits to the watchdog, and notes the thread."""
 
     def work(rank: OpRank, choose: Callable[[str], None]) -> list[str]:
         choose("cpp")
         rank.all_kinds(2 * OWN_TURNS + 2)
         q, k, v, dout, out, _ = rank.rank.inputs(0, rank.rank.plan)
-        settings = rank.rank.plan.handle, SCALE, False, "native"
+        settings, posted = (rank.rank.plan.handle, SCALE, False, "native"), list[Any]()
+        rank.rank.backend.posted = posted  # type: ignore[assignment]
+        group = rank.rank.group
+        before, of_group = group.calls.latest, group.interruption
+        of_group.caller = weakref.ref(threading.main_thread())
         with (
             torch.no_grad(),
             torch._C._AutoDispatchBelowAutograd(),  # as a node's backward
@@ -353,8 +360,16 @@ def test_a_steady_call_enters_no_frame_of_python(kernels: FakeKernels) -> None:
                 _, lse = torch.ops.ringfa3.ring_attention(q, k, v, None, *of_op)
             of_op = dout, None, q, k, v, out, lse, None, *settings, TRANSPORTS["backward"]
             torch.ops.ringfa3.ring_attention_backward(*of_op)
-        latest = rank.rank.group.calls.latest
-        assert latest.forward == latest.number - 1
+        latest, number = group.calls.latest, before.number
+        assert latest == LatestCall(number + 3, *latest[1:])
+        assert latest.forward == number + 2
+        expected = before.next(before.settings, 0).next(before.settings, 0)
+        assert latest.history == expected.next(before.settings, number + 2).history
+        assert list(group.calls.recent)[-1] is latest
+        assert [x[0] for x in posted] == [number + 1, number + 2, number + 3]
+        assert all(waits for _, of_streams in posted for _, waits in of_streams)
+        assert of_group.caller() is threading.current_thread()
+        assert group.connections.last_transport == "symmetric"
         return entered
 
     assert on_op_ranks(kernels, 2, work) == [[], []]
