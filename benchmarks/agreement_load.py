@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from ringfa3.ring.agreement import Agreements
-from ringfa3.ring.calls import Settings
+from ringfa3.schedules.settings import Settings
 
 LEAD_S = 0.1  # between the order to begin and the begin
 ROWS = ("all read", "requests", "agreement")

@@ -30,7 +30,7 @@ import torch
 from ringfa3.build.host_library import MODULE, ensure_host_library
 from ringfa3.custom_op import on_hook_change, run_with
 from ringfa3.errors import BuildError
-from ringfa3.kernels import dispatch
+from ringfa3.kernels import dispatch, uploads
 from ringfa3.kernels.dispatch import log_once
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import ScheduleError
@@ -112,6 +112,11 @@ def counts() -> dict[str, int]:
     return {} if _library is None else dict(_library.counts())
 
 
+def forward_call(lse: torch.Tensor) -> int:
+    """Number of the ring call that the library began and that returned this LSE; 0: none."""
+    return 0 if _library is None else cast(int, _library.forward_call(lse))
+
+
 class ProgramPass(LocalPass):
     """`LocalPass` by programs of the C++ launcher, which knows a call by its arguments from the
     second one on: Python has no part in it then."""
@@ -160,13 +165,13 @@ def _link(schedule: EncodedSchedule, stream: CurrentStream, plan: ContextPlan | 
 _programs: weakref.WeakKeyDictionary[Plan, ProgramCache[Any]] = weakref.WeakKeyDictionary()
 
 
-def on_first_call(begin: Callable[..., Any]) -> None:
-    """Sets what begins ring calls that the library does not know: `_begin_first` of ring/op.py."""
-    global _begin_first
-    _begin_first = begin
+def on_first_call(find: Callable[..., Any]) -> None:
+    """Sets what gives the library calls of prepared plans: `_prepared_calls` of ring/op.py."""
+    global _prepared_calls
+    _prepared_calls = find
 
 
-_begin_first: Callable[..., Any] | None = None
+_prepared_calls: Callable[..., Any] | None = None
 
 
 def load(path: Path) -> Any:
@@ -186,9 +191,10 @@ def start(library: Any, device: str, driver: Sequence[int], lengths_by_value: bo
     """
     global _library
     library.find_plans(ContextPlan.from_handle)
-    library.on_first_call(_begin_first)
+    library.on_first_call(_prepared_calls)
     library.start(device, *driver, lengths_by_value)
     _library = library
+    uploads.launchers[device] = library.to_device
     on_hook_change(library.observe)
 
 
@@ -201,6 +207,7 @@ def stop() -> None:
         for name in (*INPUTS, *RINGS):  # PyTorch remembers which keys had kernels
             getattr(torch.ops.ringfa3, name).default._dispatch_cache.clear()
     _programs.clear()
+    uploads.launchers.clear()
     _library = _selected = None
 
 

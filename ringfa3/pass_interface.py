@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -84,9 +84,6 @@ class LocalHeads(NamedTuple):
 
 # The host code of a call, from its inputs to its results.
 HostCode: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]
-# For the C++ launcher: what begins later calls like this one; the program of this call, and waits
-# of earlier calls, by stream (`ProgramLaunch` of ringfa3.symmetric).
-PreparedLaunch: TypeAlias = tuple[object, tuple[object, tuple[int, ...]]]
 
 
 class RingPass(Protocol):
@@ -118,16 +115,6 @@ class RingPass(Protocol):
             inputs: all tensors of the call; the first one is given.
             settings: on which launches depend, besides the pass and the inputs' shapes.
             code: of the call; it calls `start` and `run` of this pass.
-        """
-
-    def begin_prepared(
-        self, k: torch.Tensor, settings: Hashable, layouts: bytes, stream: Any
-    ) -> PreparedLaunch | None:
-        """Begins a call whose schedule its plan has, for the C++ launcher to issue it and others
-        like it. None, and the pass has not begun: the caller runs `run_schedule`.
-
-        k, settings: as in `run_schedule`. layouts: of its inputs, as `layouts_of`. stream: the
-        current one, a `CurrentStream`.
         """
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
@@ -173,9 +160,6 @@ class LocalPass:
         code: HostCode,
     ) -> tuple[torch.Tensor, ...] | None:
         """As `RingPass.run_schedule`: there is none."""
-
-    def begin_prepared(self, *_: object) -> None:
-        """As `RingPass.begin_prepared`: the op runs in Python."""
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`."""

@@ -26,13 +26,13 @@ class Interruption:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._caller = weakref.ref(threading.current_thread())  # numbers of threads are used again
+        self.caller = weakref.ref(threading.current_thread())  # numbers of threads are used again
         self.error: Exception | None = None  # no thread has raised it
 
     def called(self) -> None:
         """At the start of each ring call. Autograd's own threads are not the caller."""
         if torch._C._current_graph_task_id() < 0:
-            self._caller = weakref.ref(threading.current_thread())
+            self.caller = weakref.ref(threading.current_thread())
 
     def interrupt(self, error: Exception) -> None:
         """Raises an error of this type and text in the caller's thread."""
@@ -46,7 +46,7 @@ class Interruption:
         error_type = type(type(error).__name__, (type(error),), {"__init__": raised})
         with self._lock:
             self.error = error
-            _set_error(self._caller(), error_type)
+            _set_error(self.caller(), error_type)
 
     def check(self) -> None:
         """Raises the error if the caller has not got it; it will not get it again."""
@@ -55,7 +55,7 @@ class Interruption:
         with self._lock:
             error, self.error = self.error, None
             if error is not None:
-                _set_error(self._caller(), None)
+                _set_error(self.caller(), None)
         if error is not None:
             raise error
 

@@ -92,16 +92,16 @@ def test_a_ring_call_of_another_thread_raises_it_for_the_caller() -> None:
 def test_a_call_in_a_backward_is_of_the_thread_that_began_the_backward() -> None:
     """Autograd's threads run no Python between calls, so an error for them would be lost."""
     interruption = Interruption()
-    caller = interruption._caller
+    caller = interruption.caller
     seen: list[int] = []
 
     def enter(grad: torch.Tensor) -> None:
         thread = threading.Thread(target=lambda: None)
         thread.start()
         thread.join()
-        interruption._caller = 0  # of another thread, which the backward must not change
+        interruption.caller = 0  # of another thread, which the backward must not change
         interruption.called()
-        seen.append(interruption._caller)
+        seen.append(interruption.caller)
         del grad
 
     x = torch.ones(1, requires_grad=True)
@@ -110,7 +110,7 @@ def test_a_call_in_a_backward_is_of_the_thread_that_began_the_backward() -> None
     y.sum().backward()
     assert seen == [0]
     interruption.called()
-    assert interruption._caller == caller
+    assert interruption.caller == caller
 
 
 def test_an_observed_thread_goes_on_after_an_error_was_withdrawn() -> None:

@@ -7,6 +7,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <cstring>
 #include <string_view>
 
 namespace ringfa3::host {
@@ -40,6 +41,16 @@ class Key {
             (words_.size() - first) * sizeof(int64_t)};
   }
   size_t size() const { return words_.size(); }
+
+  // The key with another first word, and other words from number `first` on, as bytes.
+  Key with(int64_t word, size_t first, std::string_view bytes) const {
+    Key made;
+    made.words_.append(words_.begin(), words_.begin() + first);
+    made.words_[0] = word;
+    made.words_.resize(first + bytes.size() / sizeof(int64_t));
+    std::memcpy(made.words_.data() + first, bytes.data(), bytes.size());
+    return made;
+  }
 
   bool operator==(Key const& other) const { return words_ == other.words_; }
 

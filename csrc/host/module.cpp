@@ -87,12 +87,31 @@ PyObject* find_plans(PyObject*, PyObject* find) {
   Py_RETURN_NONE;
 }
 
-// on_first_call(begin): begins ring calls that the library does not know; None: Python runs these
-PyObject* on_first_call(PyObject*, PyObject* begin) {
-  Py_INCREF(begin);
-  Py_XSETREF(first_call, begin);
-  host().begin_first = begin == Py_None ? nullptr : begin_first;
+// on_first_call(find): gives the calls of a prepared plan that the library does not know; None:
+// Python runs these
+PyObject* on_first_call(PyObject*, PyObject* find) {
+  Py_INCREF(find);
+  Py_XSETREF(find_prepared, find);
+  host().prepared_calls = find == Py_None ? nullptr : prepared_calls;
   Py_RETURN_NONE;
+}
+
+// begin_call(group: RingGroup, agreed: AgreementSnapshot, lse: torch.Tensor | None) -> int, the
+// number of the call; None: Python must begin it
+PyObject* begin_ring_call(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *group, *agreed, *lse;
+  if (!PyArg_ParseTuple(args, "OOO", &group, &agreed, &lse)) return nullptr;
+  auto const number =
+      begin_call(group, agreed, lse == Py_None ? Tensor() : THPVariable_Unpack(lse));
+  if (!number) Py_RETURN_NONE;
+  return PyLong_FromLongLong(*number);
+  END_HANDLE_TH_ERRORS
+}
+
+// forward_call(lse: torch.Tensor) -> int: its number, 0 if the library did not begin it
+PyObject* forward_call(PyObject*, PyObject* lse) {
+  return PyLong_FromLongLong(host().forward_calls.get(THPVariable_Unpack(lse)));
 }
 
 // start(device: str, current_stream: int, current_context: int, is_capturing: int, stream_id: int,
@@ -288,9 +307,12 @@ PyMethodDef methods[] = {
     {"decline", decline, METH_NOARGS, nullptr},
     {"program", program, METH_VARARGS, nullptr},
     {"words", words_of, METH_O, nullptr},
+    {"to_device", to_device, METH_VARARGS, nullptr},
     {"run", run, METH_VARARGS, nullptr},
     {"find_plans", find_plans, METH_O, nullptr},
     {"on_first_call", on_first_call, METH_O, nullptr},
+    {"begin_call", begin_ring_call, METH_VARARGS, nullptr},
+    {"forward_call", forward_call, METH_O, nullptr},
     {"start", start_kernels, METH_VARARGS, nullptr},
     {"stop", stop_kernels, METH_NOARGS, nullptr},
     {"enable", enable, METH_VARARGS, nullptr},

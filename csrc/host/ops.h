@@ -263,6 +263,7 @@ inline void stop() {
   libraries().clear();
   host().programs.clear();
   host().ring_calls.clear();
+  host().forward_calls.clear();
   Counts& counts = host().counts;
   counts.replayed = counts.built = counts.python = 0;
 }

@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "host/driver.h"
-#include "host/driver_calls.h"
 
 namespace ringfa3::host {
 

@@ -4,43 +4,20 @@
 #include <Python.h>
 
 #include <ATen/ops/from_blob.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "host/begin_again.h"
 #include "host/ring_calls.h"
 
 namespace ringfa3::host {
 
 namespace py = pybind11;
-
-// What Python raises.
-[[noreturn]] inline void throw_raised() {
-  python_error raised;
-  raised.persist();
-  throw raised;
-}
-
-// The object, which is not null.
-inline py::object checked(PyObject* result) {
-  if (!result) throw_raised();
-  return py::reinterpret_steal<py::object>(result);
-}
-
-// Of (program, (waits of the streams)).
-inline ProgramLaunch read_launch(PyObject* launch) {
-  PyObject* capsule;
-  unsigned long long compute, kv, gradients;
-  if (!PyArg_ParseTuple(launch, "O(KKK)", &capsule, &compute, &kv, &gradients)) throw_raised();
-  auto const* held =
-      static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
-  if (!held) throw_raised();
-  return {*held, {compute, kv, gradients}};
-}
 
 // A `ReplayableCall` of Python, which may be gone: then Python runs the call.
 class PythonCall : public ReplayableCall {
@@ -59,17 +36,7 @@ class PythonCall : public ReplayableCall {
     py::gil_scoped_acquire const gil;
     auto const call = alive();
     if (!call) return std::nullopt;
-    auto const launch =
-        checked(PyObject_CallMethod(call.ptr(), "begin", "N", THPVariable_Wrap(lse)));
-    if (launch.is_none()) return std::nullopt;
-    return read_launch(launch.ptr());
-  }
-
-  void returned(at::Tensor const& lse) override {
-    py::gil_scoped_acquire const gil;
-    if (auto const call = alive()) {
-      checked(PyObject_CallMethod(call.ptr(), "returned", "N", THPVariable_Wrap(lse)));
-    }
+    return begin_again(call, lse);
   }
 
   void refused(std::string const& name, int status) override {
@@ -98,25 +65,27 @@ class PythonCall : public ReplayableCall {
   PyObject* const weak_;
 };
 
-// `_begin_first` of ringfa3/ring/op.py.
-inline PyObject* first_call = nullptr;
+// `_prepared_calls` of ringfa3/ring/op.py.
+inline PyObject* find_prepared = nullptr;
 
-inline std::optional<PreparedLaunch> begin_first(FirstCall const& call) {
+inline std::vector<PreparedCall> prepared_calls(FirstCall const& call) {
   py::gil_scoped_acquire const gil;
   py::tuple inputs(call.inputs.size());
   for (size_t i = 0; i < call.inputs.size(); ++i)
     inputs[i] = checked(THPVariable_Wrap(call.inputs[i]));
   auto const prepared = checked(PyObject_CallFunction(
-      first_call, "sy#OLdOs#KK", call.op, call.layouts.data(),
+      find_prepared, "sy#OLdOs#KK", call.op, call.layouts.data(),
       static_cast<Py_ssize_t>(call.layouts.size()), inputs.ptr(), static_cast<long long>(call.plan),
       call.scale, call.deterministic ? Py_True : Py_False, call.transport.data(),
       static_cast<Py_ssize_t>(call.transport.size()),
       reinterpret_cast<unsigned long long>(call.stream.handle),
       static_cast<unsigned long long>(call.stream.id)));
-  if (prepared.is_none()) return std::nullopt;
-  PyObject *replayable, *launch;
-  if (!PyArg_ParseTuple(prepared.ptr(), "OO", &replayable, &launch)) throw_raised();
-  return PreparedLaunch{std::make_shared<PythonCall>(replayable), read_launch(launch)};
+  std::vector<PreparedCall> found;
+  for (py::handle const each : prepared) {
+    found.push_back({integer(item(each, 0)), item(each, 1).cast<std::string>(),
+                     std::make_shared<PythonCall>(item(each, 2).ptr())});
+  }
+  return found;
 }
 
 // ContextPlan.from_handle, which raises for a plan that is gone.

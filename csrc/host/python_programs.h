@@ -4,10 +4,13 @@
 #include <Python.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <deque>
 #include <memory>
 #include <utility>
 
@@ -22,15 +25,15 @@ struct WithoutGil {
   ~WithoutGil() { PyEval_RestoreThread(state); }
 };
 
-// A buffer of Python with numbers, for as long as this lives.
-struct Int64s {
+// A buffer of Python, for as long as this lives.
+struct Buffer {
   Py_buffer view{};
 
-  Int64s() = default;
-  Int64s(Int64s const&) = delete;
-  ~Int64s() { PyBuffer_Release(&view); }  // does nothing without an object
+  Buffer() = default;
+  Buffer(Buffer const&) = delete;
+  ~Buffer() { PyBuffer_Release(&view); }  // does nothing without an object
 
-  at::IntArrayRef get() const {
+  at::IntArrayRef numbers() const {
     return {static_cast<int64_t const*>(view.buf), static_cast<size_t>(view.len) / sizeof(int64_t)};
   }
 };
@@ -47,18 +50,18 @@ inline std::shared_ptr<Program const> held_program(PyObject* capsule) {
 // int64.
 inline PyObject* program(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  Int64s words, at, symbols, addresses;
+  Buffer words, at, symbols, addresses;
   PyObject *memory, *held;
   if (!PyArg_ParseTuple(args, "y*y*y*y*O!O", &words.view, &at.view, &symbols.view, &addresses.view,
                         &PyTuple_Type, &memory, &held)) {
     return nullptr;
   }
   auto made = std::make_shared<Program>();
-  made->words.assign(words.get().begin(), words.get().end());
+  made->words.assign(words.numbers().begin(), words.numbers().end());
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(memory); ++i) {
     made->memory.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(memory, i)));
   }
-  if (!made->link(at.get(), symbols.get(), addresses.get())) Py_RETURN_NONE;
+  if (!made->link(at.numbers(), symbols.numbers(), addresses.numbers())) Py_RETURN_NONE;
   Py_INCREF(held);
   made->held = std::shared_ptr<PyObject>(held, [](PyObject* object) {
     py::gil_scoped_acquire const gil;
@@ -68,6 +71,42 @@ inline PyObject* program(PyObject*, PyObject* args) {
   return PyCapsule_New(kept, nullptr, [](PyObject* capsule) {
     delete static_cast<std::shared_ptr<Program const>*>(PyCapsule_GetPointer(capsule, nullptr));
   });
+  END_HANDLE_TH_ERRORS
+}
+
+// to_device(arrays: list[buffer], device: int) -> list[torch.Tensor], their bytes in one piece
+// of device memory, by one copy: `to_device` of ringfa3/kernels/uploads.py.
+inline PyObject* to_device(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject* arrays;
+  int index;
+  if (!PyArg_ParseTuple(args, "Oi", &arrays, &index)) return nullptr;
+  auto const given = py::reinterpret_borrow<py::list>(arrays);
+  std::deque<Buffer> buffers;
+  int64_t size = 0;
+  for (py::handle const array : given) {
+    Py_buffer& view = buffers.emplace_back().view;
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_SIMPLE)) return nullptr;
+    size += view.len;
+  }
+  at::AutoDispatchBelowADInplaceOrView const below;
+  at::Device const device(host().device, static_cast<c10::DeviceIndex>(index));
+  auto const bytes = at::TensorOptions().dtype(at::kByte);
+  // PyTorch reuses pinned memory only after the copy that reads it
+  at::Tensor const source = at::empty({size}, bytes.pinned_memory(device.is_cuda()));
+  auto* to = static_cast<char*>(source.mutable_data_ptr());
+  for (Buffer const& x : buffers) to = std::copy_n(static_cast<char*>(x.view.buf), x.view.len, to);
+  at::Tensor memory = at::empty({size}, bytes.device(device));
+  memory.copy_(source, /*non_blocking=*/true);
+  py::list parts(buffers.size());
+  int64_t begin = 0;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    int64_t const length = buffers[i].view.len;
+    at::Tensor const part = memory.as_strided({length}, {1}, begin);
+    parts[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(part));
+    begin += length;
+  }
+  return parts.release().ptr();
   END_HANDLE_TH_ERRORS
 }
 

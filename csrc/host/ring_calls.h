@@ -2,6 +2,9 @@
 // ReplayableCall of ringfa3/symmetric/ring_program.py.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -9,6 +12,7 @@
 #include <string_view>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "host/key.h"
 #include "host/program.h"
@@ -17,10 +21,12 @@ namespace ringfa3::host {
 
 constexpr size_t kMaxRingCalls = 1024;  // beyond that all are forgotten
 
-// A launch of a program: the program, and the waits of earlier calls.
+// A launch of a program: the program, the waits of earlier calls, and the number of its call in a
+// group.
 struct ProgramLaunch {
   std::shared_ptr<Program const> program;
-  Waits waits;
+  Waits waits{};
+  int64_t call = 0;
 };
 
 class ReplayableCall {
@@ -29,8 +35,6 @@ class ReplayableCall {
   // None, and nothing has begun: Python must look at the call. Throws what Python raises. A
   // backward names its forward call by the LSE; that of a forward is undefined.
   virtual std::optional<ProgramLaunch> begin(at::Tensor const& lse) = 0;
-  // The forward call under way returns this LSE.
-  virtual void returned(at::Tensor const& lse) = 0;
   // Tell the other ranks; the first one throws what Python raises.
   virtual void refused(std::string const& name, int status) = 0;
   virtual void failed(bool memory, std::string const& text) = 0;
@@ -44,9 +48,8 @@ class LocalCall : public ReplayableCall {
   std::optional<ProgramLaunch> begin(at::Tensor const&) override {
     auto program = program_.lock();
     if (!program) return std::nullopt;
-    return ProgramLaunch{std::move(program), {}};
+    return ProgramLaunch{std::move(program)};
   }
-  void returned(at::Tensor const&) override {}
   void refused(std::string const&, int) override {}
   void failed(bool, std::string const&) override {}
 
@@ -67,10 +70,11 @@ struct FirstCall {
   Stream stream;
 };
 
-// What Python has prepared: the launch, and the call that begins later ones like it.
-struct PreparedLaunch {
+// A call of a prepared plan. op: its number in a key; layouts: of its inputs, as in a key.
+struct PreparedCall {
+  int64_t op;
+  std::string layouts;
   std::shared_ptr<ReplayableCall> call;
-  ProgramLaunch launch;
 };
 
 // Freeing a call takes the GIL: none is freed under the mutex.
@@ -100,6 +104,44 @@ class RingCalls {
 
   std::mutex mutex_;
   Calls calls_;
+};
+
+// Numbers of forward calls, by the LSE that they have returned. A backward names its forward call
+// by its LSE, also after a checkpoint or a compiled graph. As `MemoryCache` of
+// ringfa3/tensor_cache.py, which has those of calls that Python began.
+class ForwardCalls {
+ public:
+  void set(at::Tensor const& lse, int64_t number) {
+    std::lock_guard const lock(mutex_);
+    if (numbers_.size() >= limit_) {
+      std::erase_if(numbers_, [](auto const& entry) { return entry.second.first.expired(); });
+      limit_ = kFew + 2 * numbers_.size();
+    }
+    // no other memory has its address as long as there is a weak reference
+    auto memory = lse.storage().getWeakStorageImpl();
+    numbers_.insert_or_assign(lse.storage().unsafeGetStorageImpl(),
+                              std::pair(std::move(memory), number));
+  }
+
+  // 0: unknown.
+  int64_t get(at::Tensor const& lse) {
+    std::lock_guard const lock(mutex_);
+    auto const at = numbers_.find(lse.storage().unsafeGetStorageImpl());
+    return at == numbers_.end() || at->second.first.expired() ? 0 : at->second.second;
+  }
+
+  void clear() {
+    std::lock_guard const lock(mutex_);
+    numbers_.clear();
+  }
+
+ private:
+  static constexpr size_t kFew = 16;
+  using Memory = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+  std::mutex mutex_;
+  std::unordered_map<c10::StorageImpl const*, std::pair<Memory, int64_t>> numbers_;
+  size_t limit_ = kFew;  // entries, after which those of freed memory are dropped
 };
 
 }  // namespace ringfa3::host

@@ -54,6 +54,7 @@ struct RingReplay {
   Stream stream{};
   std::optional<Key> key;
   size_t layouts = 0;  // words of the key before those of the tensors
+  int64_t begun = 0;   // number of the call in its group
 
   RingReplay(char const* name, int64_t number, std::initializer_list<Tensor const*> tensors,
              c10::SymInt const& plan_of, double scale_of, bool given, std::string_view precision,
@@ -93,8 +94,10 @@ struct RingReplay {
   //
   // lse: of a backward; a forward has none.
   std::optional<Tensors> run(Tensors inputs, Tensor const& lse = Tensor()) {
-    auto const launch = call ? call->begin(lse) : begin_first(inputs);
+    if (!call) find_prepared(inputs);
+    auto const launch = call ? call->begin(lse) : std::nullopt;
     if (!launch) return std::nullopt;
+    begun = launch->call;
     ++host().counts.replayed;
     bool issued = false;
     try {
@@ -108,14 +111,14 @@ struct RingReplay {
     }
   }
 
-  std::optional<ProgramLaunch> begin_first(Tensors const& inputs) {
-    if (!key || !host().begin_first) return std::nullopt;
-    auto prepared = host().begin_first(
-        {op, key->from(layouts), inputs, plan, scale, deterministic, transport, stream});
-    if (!prepared) return std::nullopt;
-    call = std::move(prepared->call);
-    host().ring_calls.put(std::move(*key), call);
-    return std::move(prepared->launch);
+  // Also keeps the calls of the plan that will follow.
+  void find_prepared(Tensors const& inputs) {
+    if (!key || !host().prepared_calls) return;
+    for (PreparedCall& each : host().prepared_calls(
+             {op, key->from(layouts), inputs, plan, scale, deterministic, transport, stream})) {
+      if (!call) call = each.call;
+      host().ring_calls.put(key->with(each.op, layouts, each.layouts), std::move(each.call));
+    }
   }
 
   Tensors issue(ProgramLaunch const& launch, Tensors inputs) const {
@@ -157,7 +160,7 @@ inline Outputs ring_attention(Tensor const& q, Tensor const& k, Tensor const& v,
   RingReplay replay("ring_attention", 0, {&q, &k, &v, &sink_of}, plan, scale, deterministic,
                     precision, transport);
   if (auto out = replay.run({q, k, v, sink_of})) {
-    replay.call->returned((*out)[1]);
+    if (replay.begun) host().forward_calls.set((*out)[1], replay.begun);
     return {(*out)[0], (*out)[1]};
   }
   return replay.otherwise([&] {

@@ -7,7 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <optional>
+#include <vector>
 
 #include "host/driver.h"
 #include "host/observer.h"
@@ -33,8 +33,10 @@ struct Host {
   bool lengths_by_value = true;  // cumulative lengths on the CPU, which change without a version
   std::atomic<bool> enabled{true};
   RingCalls ring_calls;
-  // Begins a call; none: the op in Python must run it.
-  std::optional<PreparedLaunch> (*begin_first)(FirstCall const& call) = nullptr;
+  ForwardCalls forward_calls;
+  // Calls of a plan on which ranks have agreed, that call first; none: the op in Python must run
+  // it.
+  std::vector<PreparedCall> (*prepared_calls)(FirstCall const& call) = nullptr;
   at::Tensor (*keep_plan)(int64_t handle) = nullptr;  // gives a tensor with which a plan lives
 };
 

@@ -2,7 +2,8 @@
 
 In: masks, keywords and batches of transformers. Out: outputs, losses, or a ValueError.
 Imports `custom_op`, `tensor_cache`, `attention_op`, `functional`, `kernels`, `masks`, `planning`,
-`ring`, `validation`; transformers and accelerate, which `import ringfa3` does not import.
+`schedules`, `ring`, `validation`; transformers and accelerate, which `import ringfa3` does not
+import.
 """
 
 from ringfa3.hf.registration import lazy_names, register

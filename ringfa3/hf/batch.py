@@ -16,9 +16,9 @@ from ringfa3.hf.documents import documents_of
 from ringfa3.hf.ring_layer import know_positions
 from ringfa3.planning.communication import upload
 from ringfa3.planning.context_plan import ContextPlan, plan_context
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.prepare_call import default_group
+from ringfa3.schedules.settings import Settings
 
 IGNORED = -100  # the label of a token without loss, as in transformers
 TENSORS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")

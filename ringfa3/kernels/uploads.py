@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -96,15 +96,13 @@ def upload(tables: Iterable[HostCopy[Any]], stream: CurrentStream) -> None:
     missing = [x for x in dict.fromkeys(tables) if (device, id) not in x.of_streams]
     if not missing:
         return
-    memory = to_device(np.concatenate([x.host.packed.data for x in missing]), device)
-    begin, event = 0, None
-    for table in missing:
+    event = None
+    parts = to_device([x.host.packed.data for x in missing], device)
+    for table, part in zip(missing, parts, strict=True):
         if event is None and device not in table.first:
             event = record_event(device)
-        end = begin + table.host.packed.data.nbytes  # a multiple of `ALIGNMENT`
-        made = DeviceCopy(table.host, memory[begin:end], event)
+        made = DeviceCopy(table.host, part, event)
         table.first.setdefault(device, made)
-        begin = end
         with _lock:  # threads may upload at the same time
             table.of_streams[device, id] = made
             if len(table.of_streams) > MAX_TABLES:
@@ -197,12 +195,23 @@ class Uploads(Generic[T]):
 _registry: dict[str, Uploads[Any]] = {}
 
 
-def to_device(data: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:
-    """A copy in device memory. It reads pinned memory, so it does not block the host."""
-    source = torch.from_numpy(data)
+def to_device(
+    arrays: Sequence[npt.NDArray[np.uint8]], device: torch.device
+) -> Sequence[torch.Tensor]:
+    """Copies in one piece of device memory, of arrays whose sizes are multiples of `ALIGNMENT`. It
+    reads pinned memory, so it does not block the host."""
+    launcher = launchers.get(device.type)
+    if launcher is not None:
+        return launcher(arrays, -1 if device.index is None else device.index)
+    source = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda" and len(source):
         source = source.pin_memory()  # PyTorch reuses it only after the copy that reads it
-    return source.to(device, non_blocking=True, copy=True)
+    memory = source.to(device, non_blocking=True, copy=True)
+    return torch.split(memory, [len(x) for x in arrays])
+
+
+# The same in C++, while its library is loaded, by type of device.
+launchers: dict[str, Callable[[Sequence[npt.NDArray[np.uint8]], int], Sequence[torch.Tensor]]] = {}
 
 
 class Counters:

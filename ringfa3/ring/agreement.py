@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringfa3.errors import first_line, gave_up, rank_numbers
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.process_group import AbsentError, rendezvous
 from ringfa3.ring.store_monitor import PERIOD_S, entry_key, join_request_key
+from ringfa3.schedules.settings import Settings
 from ringfa3.threads import JOIN_S
 
 MAX_AGREEMENTS = 4096  # settings that a group remembers as agreed on
@@ -180,17 +180,17 @@ class Agreements:
         Raises NoAgreementError after the timeout, or as soon as another rank has given up.
         """
         self.agreement_id += 1
-        own, words = json.dumps(entry), self._words()
+        words = self._words()
         trouble = entry["error"] is not None or bool(entry["mid_call"])
         reads = trouble or not entry.keys().isdisjoint(PER_RANK_FIELDS)
         if words is not None:
-            words.write(self.agreement_id, own)
+            words.write(self.agreement_id, json.dumps(entry) if reads else _digest_of(entry))
             equal = False if reads else words.wait(ASK_S, self._lost)
             if equal:
                 return [dict(entry)] * len(self._ranks)
             if equal is False:
                 words = None
-        return self._by_store(own, trouble, reads, words)
+        return self._by_store(json.dumps(entry), trouble, reads, words)
 
     def _by_store(
         self, own: str, trouble: bool, reads: bool, words: AgreementWords | None
@@ -315,6 +315,11 @@ class Agreements:
             f"{BEFORE}: rank {rank_numbers(ranks)} did not reach it within {self._timeout_s():g} s"
             ": see that rank's log"
         )
+
+
+def _digest_of(entry: Mapping[str, Any]) -> str:
+    """Text for a digest of an entry without an error: no such entry with other values has it."""
+    return f"{entry['settings'].fingerprint} {entry['void']} {entry['call']}"
 
 
 def described(error: Exception | None) -> list[str] | None:

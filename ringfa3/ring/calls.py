@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import deque
-from functools import cached_property
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from ringfa3.schedules.settings import Settings
 from ringfa3.tensor_cache import MemoryCache
 
 RECENT_CALLS = 4096  # that ranks compare, more than a host makes between two looks
-
-
-class Settings(dict[str, str]):
-    """What must be equal on all ranks of a call: arguments' names and values. Never changed."""
-
-    @cached_property
-    def key(self) -> str:
-        return json.dumps(self, sort_keys=True)
-
-    @cached_property
-    def digest(self) -> int:
-        return zlib.crc32(self.key.encode())
 
 
 class LatestCall(NamedTuple):
@@ -69,12 +57,16 @@ class LatestCall(NamedTuple):
 class CallHistory:
     """The ring calls of one rank. Only its own threads change it; the monitor's thread reads it.
 
+    The C++ launcher begins calls, too (csrc/host/begin_again.h), and has the LSE of its own.
+
     latest   the call under way, or the last one: one object, so that readers need no lock
     recent   the latest calls since the last refusal
     refused  whether the latest call was refused on all ranks
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launched: Callable[[torch.Tensor], int] = lambda _: 0) -> None:
+        """launched: number of the forward call that the launcher has begun, by its LSE, else 0."""
+        self._launched = launched
         self.latest = LatestCall(0, Settings())
         self.recent: deque[LatestCall] = deque(maxlen=RECENT_CALLS)
         self.refused = False
@@ -93,7 +85,7 @@ class CallHistory:
 
     def forward_of(self, lse: torch.Tensor | None) -> int:
         """Number of the forward call that returned the LSE of a backward; 0: unknown, or none."""
-        return 0 if lse is None else self._forward_calls.get(lse) or 0
+        return 0 if lse is None else self._forward_calls.get(lse) or self._launched(lse)
 
     def refuse(self, number: int) -> None:
         """All ranks have refused call `number` or one before it."""

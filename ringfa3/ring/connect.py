@@ -14,12 +14,12 @@ from ringfa3.pass_interface import RingPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.placement.hosts import find_hosts
 from ringfa3.planning.process_groups import Group, resolve_group
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.levels.two_level_pass import TwoLevelPass
 from ringfa3.ring.p2p import Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.process_group import backend_of, is_fake
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.validation import check_transport
 

@@ -25,6 +25,7 @@ class Connections:
     """The connections of one rank; all ranks make and abandon them together.
 
     unsupported     why this group cannot use `symmetric`; None if nothing is known against it
+    backend         of the `symmetric` transport; None before it has been tried, or if unsupported
     last_transport  the transport of the latest call
     words           by which the ranks agree; None unless they are connected over `symmetric`
     """
@@ -35,7 +36,7 @@ class Connections:
         self._transport_generation = 0  # an error in mid-call leaves messages on the transports
         self._transports: dict[str, Transport] = {}
         self._abandoned: list[Transport | SymmetricBackend] = []  # peers may use their memory
-        self._backend: SymmetricBackend | None = None
+        self.backend: SymmetricBackend | None = None
         self._two_levels: dict[tuple[int, ...], TwoLevelTransport | str] = {}  # by hosts
         self.words: AgreementWords | None = None
         self.unsupported: str | None = None
@@ -66,18 +67,18 @@ class Connections:
 
         The first call tries it, on all ranks together and with the same result.
         """
-        if self._backend is None and self.unsupported is None:
+        if self.backend is None and self.unsupported is None:
             self._before_first()
             opened = open_backend(self._group, device)
             if isinstance(opened, str):
                 self.unsupported = opened
             else:
-                self._backend = opened
+                self.backend = opened
                 group = self._group
                 self.words = AgreementWords(opened.signals.agreements, group.rank, group.world)
-        if self._backend is not None:
+        if self.backend is not None:
             self.last_transport = "symmetric"
-        return self._backend
+        return self.backend
 
     def two_levels(self, hosts: tuple[int, ...], device: torch.device) -> TwoLevelTransport | str:
         """`symmetric` inside each host and `nccl` between them; or why that is not possible.
@@ -101,7 +102,7 @@ class Connections:
     @property
     def shared_memory(self) -> IpcMemory | None:
         """The memory of the `symmetric` transport, once that has been tried and works."""
-        return None if self._backend is None else self._backend.memory
+        return None if self.backend is None else self.backend.memory
 
     def memory_of_levels(self, hosts: tuple[int, ...]) -> IpcMemory | None:
         """The shared memory of `two_levels`, once that has been tried and works."""
@@ -114,7 +115,7 @@ class Connections:
 
     def completed_before(self, call: int) -> bool:
         """Whether this rank has all messages of calls before `call`."""
-        backend = self._backend
+        backend = self.backend
         return (backend is None or backend.completed_before(call)) and all(
             transport.completed_before(call)
             for transport in (*self._transports.values(), *self._copying)
@@ -122,8 +123,8 @@ class Connections:
 
     def release(self) -> None:
         """Releases streams that wait for peers: the group is lost."""
-        if self._backend is not None:
-            self._backend.abandon()
+        if self.backend is not None:
+            self.backend.abandon()
         for transport in self._copying:
             transport.abort()
 
@@ -135,9 +136,9 @@ class Connections:
         self._abandoned += [*self._transports.values(), *self._copying]
         self._transports, self._two_levels = {}, {}
         self._transport_generation += 1
-        if self._backend is not None:
-            self._abandoned.append(self._backend)
-            self._backend = self.words = None
+        if self.backend is not None:
+            self._abandoned.append(self.backend)
+            self.backend = self.words = None
 
     def close(self, meet: Callable[[], bool] | None) -> None:
         """Ends threads, process groups and shared memory.
@@ -154,8 +155,8 @@ class Connections:
                     abandoned.close()
                 else:
                     abandoned.close(lost=True)
-        if self._backend is not None:
+        if self.backend is not None:
             with suppress(RuntimeError):
-                self._backend.close(meet)
-        self._transports, self._abandoned, self._backend, self.words = {}, [], None, None
+                self.backend.close(meet)
+        self._transports, self._abandoned, self.backend, self.words = {}, [], None, None
         self._two_levels = {}

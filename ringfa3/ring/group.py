@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import HashStore, Store
 
+from ringfa3 import host
 from ringfa3.errors import RingError, StepError, first_line, gave_up, timed_out
 from ringfa3.planning.process_groups import GroupRef, is_alive, require_alive
 from ringfa3.ring.agreement import (
@@ -33,10 +35,11 @@ from ringfa3.ring.agreement import (
     check_entries,
     described,
 )
-from ringfa3.ring.calls import CallHistory, Settings
+from ringfa3.ring.calls import CallHistory
 from ringfa3.ring.connections import Connections
 from ringfa3.ring.process_group import timeout_of
 from ringfa3.ring.store_monitor import FAILURE_KEY, PERIOD_S, StoreMonitor
+from ringfa3.schedules.settings import Settings
 from ringfa3.threads import JOIN_S, Interruption
 
 ABORT_S = 0.05  # all abort at once: NCCL's watchdog ends a process whose peer aborted earlier
@@ -45,7 +48,11 @@ EXIT_S = 10.0  # for a group to close when the process ends
 
 
 class RingGroup:
-    """One rank's view of a CP group. `RingGroup.of(group)` makes it once per group."""
+    """One rank's view of a CP group. `RingGroup.of(group)` makes it once per group.
+
+    The C++ launcher begins calls like an earlier one by its attributes: `begin_call` of
+    csrc/host/begin_again.h is `begin` without frames of Python.
+    """
 
     _known: dict[GroupRef, RingGroup] = {}  # noqa: RUF012
 
@@ -54,12 +61,14 @@ class RingGroup:
         self.ranks = dist.get_process_group_ranks(group)  # global ranks, for messages
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.failure: str | None = None
-        self.calls = CallHistory()
+        self.calls = CallHistory(host.forward_call)
         self._entering = threading.RLock()  # held by the thread that is in an agreement
         self.interruption = Interruption()
-        self._ref = weakref.ref(group)  # the group's threads and sockets end when it is destroyed
+        # the group's threads and sockets end when it is destroyed
+        self.process_group = weakref.ref(group)
+        self.process_groups = c10d._world.pg_map  # those that have not been destroyed
         self._timeout = timeout_of(group)
-        self._monitor: StoreMonitor | None = None
+        self.monitor: StoreMonitor | None = None
         self._joining: threading.Thread | None = None
         store = group.get_group_store()
         self.connections = Connections(self, group.group_name, self._start_monitor)
@@ -77,6 +86,11 @@ class RingGroup:
         return cls._known[ref]
 
     @classmethod
+    def known(cls, group: dist.ProcessGroup | None) -> RingGroup | None:
+        """The view of a group that has one."""
+        return None if group is None else cls._known.get(weakref.ref(group))
+
+    @classmethod
     def close_ended(cls) -> None:
         """Closes the views of destroyed process groups, maybe before their monitors do."""
         for old in [g for g in list(cls._known.values()) if not g.alive]:
@@ -91,14 +105,14 @@ class RingGroup:
     @property
     def alive(self) -> bool:
         """Whether the process group has not been destroyed."""
-        return is_alive(self._ref())
+        return is_alive(self.process_group())
 
     def close(self, seconds: float = JOIN_S) -> None:
         """Closes the connections, on the monitor's thread: waits so long for that."""
-        if self._monitor is None:
+        if self.monitor is None:
             self.disconnect()
         else:
-            self._monitor.end(seconds)
+            self.monitor.end(seconds)
 
     def disconnect(self) -> None:
         """Closes the connections. Ranks destroy a process group together; where it still exists,
@@ -110,7 +124,7 @@ class RingGroup:
         finally:
             # this object and its parts refer to each other, which would keep the store's socket
             self.agreements.store = HashStore()
-            self._known.pop(self._ref, None)
+            self._known.pop(self.process_group, None)
 
     @property
     def store(self) -> Store:
@@ -122,14 +136,14 @@ class RingGroup:
         return self.agreements.agreement_id
 
     def _start_monitor(self) -> None:
-        if self._monitor is None:  # early: once it is needed, the store may not answer
-            self._monitor = StoreMonitor(self, self.store, lambda: self.alive)
+        if self.monitor is None:  # early: once it is needed, the store may not answer
+            self.monitor = StoreMonitor(self, self.store, lambda: self.alive)
 
     @property
     def timeout(self) -> timedelta:
         """Now: users may change the process group's at any time."""
         with suppress(ValueError, RuntimeError):  # a thread asks while the group is destroyed
-            if (group := self._ref()) is not None and self.alive:
+            if (group := self.process_group()) is not None and self.alive:
                 self._timeout = timeout_of(group)
         return self._timeout
 
@@ -139,7 +153,7 @@ class RingGroup:
 
     def peer_failure(self) -> str | None:
         """The message of a rank that has given up, else None."""
-        return self._monitor.peer_failure if self._monitor is not None else None
+        return self.monitor.peer_failure if self.monitor is not None else None
 
     def _known_failure(self) -> str | None:
         """Why this rank or another has given up, as far as is known."""
@@ -163,13 +177,10 @@ class RingGroup:
             ValueError, TypeError: another rank refuses this call or the one before.
         """
         self._require_peers()
-        self._count(settings, forward)
-        if self._asked():
-            self._join_agreement("before its first hop", self.call)
-
-    def _count(self, settings: Settings, forward: int) -> None:
         self.interruption.called()
         self.calls.begin(settings, forward)
+        if self._asked():
+            self._join_agreement("before its first hop", self.call)
 
     @property
     def call(self) -> int:
@@ -178,7 +189,7 @@ class RingGroup:
 
     def _asked(self) -> bool:
         """Whether a rank in trouble asks this one to join the next agreement."""
-        return self._monitor is not None and self._monitor.join_request == self.agreement_id + 1
+        return self.monitor is not None and self.monitor.join_request == self.agreement_id + 1
 
     def returned(self, lse: torch.Tensor) -> None:
         """The forward call under way returns this LSE."""
@@ -188,17 +199,11 @@ class RingGroup:
         """For later calls like the one under way."""
         return AgreementSnapshot(self.calls.latest.settings, self.agreements.cache_version)
 
-    def begin_again(self, agreed: AgreementSnapshot, lse: torch.Tensor | None = None) -> bool:
-        """As `begin`, for a call over `symmetric` like an earlier one. False, and nothing begins,
-        if ranks have to agree first, or this one or another is in trouble. lse: of a backward."""
-        asked = self._monitor is not None and self._monitor.must_join(self.agreement_id + 1)
-        moved = self.agreements.cache_version != agreed.cache_version or not self.alive
-        lost = self.failure is not None or self.interruption.error is not None
-        if asked or moved or lost:
-            return False
-        self._count(agreed.settings, self.calls.forward_of(lse))
-        self.connections.last_transport = "symmetric"
-        return True
+    def agreed(self, settings: Settings, direction: str) -> AgreementSnapshot | None:
+        """For calls in a direction with settings, without it; None if ranks must agree again."""
+        version = self.agreements.cache_version  # read first: another thread may clear the cache
+        agreed = settings in self.agreements
+        return AgreementSnapshot(settings.of_pass(direction), version) if agreed else None
 
     def _require_peers(self) -> None:
         """Raises an error that the caller has not got yet, and RingError if this rank or another
@@ -272,7 +277,8 @@ class RingGroup:
             return
         try:
             self._require_peers()
-            self._enter({"settings": settings, "error": described(error), "mid_call": False})
+            told = None if error is None else described(error)
+            self._enter({"settings": settings, "error": told, "mid_call": False})
         except RingError as lost:
             if error is not None:
                 raise error from lost
@@ -370,8 +376,8 @@ class RingGroup:
         """
         if done.wait(PERIOD_S):
             return
-        assert self._monitor is not None
-        with self._monitor as monitor:
+        assert self.monitor is not None
+        with self.monitor as monitor:
             deadline = time.monotonic() + self.timeout_s - PERIOD_S
             while not done.wait(PERIOD_S / 5):
                 if self._asked():

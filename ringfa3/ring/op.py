@@ -9,11 +9,11 @@ stays. The float32 dK/dV of a hop return to the owner of the keys while the next
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Hashable
+import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,10 +21,10 @@ from ringfa3 import host
 from ringfa3.attention_op import register_attention
 from ringfa3.custom_op import autocast_inputs, custom_op
 from ringfa3.kernels.dispatch import select_quantised
+from ringfa3.kernels.launch import num_ctas
 from ringfa3.kernels.sinks import apply_sink
 from ringfa3.kernels.streams import CurrentStream, on
 from ringfa3.keywords import check_call, hides_positional
-from ringfa3.pass_interface import PreparedLaunch
 from ringfa3.planning.context_plan import ContextPlan, check_plan
 from ringfa3.planning.graph_plan import GraphPlan
 from ringfa3.planning.handles import from_handle, graph_handle
@@ -33,6 +33,7 @@ from ringfa3.ring.graph_op import graph_ring_attention
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.prepare_call import (
     PreparedCall,
+    agree_prepared,
     bind_to_group,
     default_group,
     prepare_call,
@@ -46,7 +47,10 @@ from ringfa3.ring.quantised_forward import (
     run_quantised_forward,
 )
 from ringfa3.schedules.host_code import forward_hops, gradients
+from ringfa3.schedules.link import Signature
 from ringfa3.straight_through import forward_centres, straight_through
+from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV
+from ringfa3.symmetric.ring_pass import prepared_calls
 from ringfa3.validation import (
     TRANSPORTS,
     check_bool,
@@ -57,6 +61,18 @@ from ringfa3.validation import (
     is_deterministic,
     resolve_scale,
 )
+
+FORWARDS = "gathered", "forward"
+
+
+class _Op(NamedTuple):
+    """The number of k in the inputs of an op's schedule, and the types of its passes."""
+
+    k: int
+    pass_types: tuple[str, ...]
+
+
+OPS = {"ring_attention": _Op(1, FORWARDS), "ring_attention_backward": _Op(3, ("backward",))}
 
 
 @hides_positional
@@ -160,9 +176,7 @@ def ring_attention(
     """(out, lse) of this rank's tokens, the whole ring in one op; `plan` is a plan's handle."""
     context = ContextPlan.from_handle(plan)
     settings = scale, is_deterministic(deterministic), precision, transport
-    call = _thread.take(context, "forward", settings) or prepare_call(
-        q, k, v, context, *settings, "forward", sink=sink is not None
-    )
+    call = prepare_call(q, k, v, context, *settings, "forward", sink=sink is not None)
     if precision == "native":
         return run_forward(q, k, v, scale, call, sink)
     with _report_errors(call.plan), on(q.device), _without_autocast(q.device):
@@ -178,33 +192,7 @@ def ring_attention(
     return out, lse
 
 
-class _Thread(threading.local):
-    """The call that `_begin_first` has prepared, for the op that runs next in this thread.
-
-    Where an error keeps that op from running, the call stays until the next op, which it may not
-    fit.
-    """
-
-    call: PreparedCall | None = None
-    settings: tuple[object, ...] = ()
-
-    def give(self, call: PreparedCall | None, settings: tuple[object, ...] = ()) -> None:
-        self.call, self.settings = call, settings
-
-    def take(
-        self, plan: ContextPlan, pass_type: str, settings: tuple[object, ...]
-    ) -> PreparedCall | None:
-        call, given = self.call, self.settings
-        self.give(None)
-        if call is None or call.plan is not plan:
-            return None
-        return call if (call.pass_type, given) == (pass_type, settings) else None
-
-
-_thread = _Thread()
-
-
-def _begin_first(
+def _prepared_calls(
     op: str,
     layouts: bytes,
     inputs: tuple[torch.Tensor | None, ...],
@@ -214,39 +202,48 @@ def _begin_first(
     transport: str,
     stream: int,
     stream_id: int,
-) -> PreparedLaunch | None:
-    """Begins a call of an op that the C++ launcher does not know, for it to issue the call.
+) -> Sequence[tuple[int, bytes, object]]:
+    """For an op that the C++ launcher does not know: calls of its plan that it may begin from now
+    on, of which the first is this one. The ranks have agreed on them. Each has the number of its
+    op, the layouts of its inputs and a `ReplayableCall`.
 
     None: the launcher calls the op in Python.
 
     inputs: of the schedule. layouts: theirs. stream: the current one, and its id.
     """
-    if _thread.call is not None:
-        _thread.give(None)
     context: ContextPlan = from_handle(plan)
-    if not context.prepared or torch.is_inference_mode_enabled():
-        return None
-    settings = scale, deterministic, "native", transport
-    if op == "ring_attention":
-        q, k, v, sink = cast(tuple[torch.Tensor, ...], inputs)
-        call = prepare_call(q, k, v, context, *settings, "forward", sink=sink is not None)
-        of_schedule: Hashable = scale
+    prepared: Any = context.prepared
+    if not prepared or context.world == 1 or torch.is_inference_mode_enabled():
+        return []
+    k_number, pass_types = OPS[op]
+    device = inputs[k_number].device  # type: ignore[union-attr]  # k is given
+    sms, of_backward = num_ctas(device), (scale, deterministic, "native")
+    for pass_type in pass_types:
+        of_type = of_backward if pass_type == "backward" else scale
+        signature = Signature(pass_type, sms, of_type, layouts)
+        schedule = prepared.get(signature)
+        if schedule is not None and schedule.forward_mode == os.environ.get(FORWARD_MODE_ENV):
+            break
     else:
-        _, _, q, k, v, _, lse, sink = cast(tuple[torch.Tensor, ...], inputs)
-        call = prepare_call(q, k, v, context, *settings, "backward", sink=sink is not None, lse=lse)
-        of_schedule = settings[:3]
+        return []
+    on_stream = CurrentStream(device, stream, False, stream_id)
+    values = {"deterministic": str(deterministic), "transport": transport}
+    settings = schedule.settings.with_values(values)
+    backend = agree_prepared(context, device, on_stream, schedule, settings)
+    if backend is None:
+        return []
+    signatures = [signature]
+    for x in prepared if pass_type != "backward" else ():
+        if x.pass_type == "backward" and x.settings == of_backward and x.num_sms == sms:
+            signatures.append(x)
     try:
-        on_stream = CurrentStream(k.device, stream, False, stream_id)
-        launch = call.ring_pass().begin_prepared(k, of_schedule, layouts, on_stream)
+        return prepared_calls(backend, host.library(), context, signatures, settings, on_stream)
     except Exception:
-        with _report_errors(call.plan):
+        with _report_errors(context):
             raise
-    if launch is None:
-        _thread.give(call, settings)
-    return launch
 
 
-host.on_first_call(_begin_first)
+host.on_first_call(_prepared_calls)
 
 
 def run_forward(
@@ -297,9 +294,7 @@ def ring_attention_backward(
     settings = scale, deterministic, precision, transport
     inputs = dout, dlse, q, k, v, out, lse, sink
     if precision == "native":
-        call = _thread.take(context, "backward", settings) or prepare_call(
-            q, k, v, context, *settings, "backward", sink=sink is not None, lse=lse
-        )
+        call = prepare_call(q, k, v, context, *settings, "backward", sink=sink is not None, lse=lse)
         grads = run_backward(*inputs[:7], scale, deterministic, call, sink)
     else:  # tiles of keys have a factor each, also those that other ranks attend to
         context = context.aligned(KEY_TILE)

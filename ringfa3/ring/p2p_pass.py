@@ -188,9 +188,6 @@ class P2PRingPass:
     def run_schedule(self, *_: object) -> None:
         """As `RingPass.run_schedule`: the C++ launcher sends no messages."""
 
-    def begin_prepared(self, *_: object) -> None:
-        """As `RingPass.begin_prepared`: see `run_schedule`."""
-
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
         self._local, self._v_dim = (k, with_columns(v, k.shape[2])), v.shape[2]

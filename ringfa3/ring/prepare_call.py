@@ -19,15 +19,18 @@ import torch.distributed as dist
 from ringfa3 import host
 from ringfa3.errors import RingError
 from ringfa3.kernels.dispatch import select_backward, select_forward, select_quantised
+from ringfa3.kernels.streams import CurrentStream
 from ringfa3.pass_interface import RingPass
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.quantisation.dequantised import backward_keys
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.connect import connection, two_levels_of
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import FakeTransport, Transport
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.process_group import is_fake
+from ringfa3.schedules.encoded import EncodedSchedule
+from ringfa3.schedules.settings import SINK, Heads, Settings, ring_settings
+from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.cuda_graphs import capture_error
 from ringfa3.symmetric.forward_mode import (
     FORWARD_MODE_ENV,
@@ -181,18 +184,18 @@ def prepare_call(
             if valid is None:
                 _validate(q, k, v, plan, transport, precision)
                 mode = select_forward_mode(plan, q, k)
-                given = q, k, v, plan, scale, deterministic, precision, transport, mode
-                settings = _settings(*given)
+                heads, more = Heads.of(q, k, v), (scale, deterministic, precision, transport, mode)
+                settings = ring_settings(plan, heads, q.device.type, *more)
                 known[arguments] = valid = _Validated(settings, settings, mode)
             settings, _, mode = valid  # another thread may have cleared `known`
             if sink:
-                settings = Settings({**settings, "sink": "given"})
+                settings = settings.with_values(SINK)
             validated = _Validated(settings, settings, mode)
             _build_kernels(q, v.shape[2], plan, direction, precision, deterministic)
             if direction == "forward" and precision != "native":  # the order of V in records
                 kernel = type(select_quantised(q, precision)).__name__
-                settings = Settings({**settings, "8-bit forward": kernel})
-            validated = _Validated(settings, Settings({**settings, "pass": direction}), mode)
+                settings = settings.with_values({"8-bit forward": kernel})
+            validated = _Validated(settings, settings.of_pass(direction), mode)
             known[key] = validated
         except Exception as problem:  # raised below, on all ranks
             error = problem
@@ -238,6 +241,29 @@ def prepare_call(
     return PreparedCall(plan, pass_type, make_pass, messages, precision)
 
 
+def agree_prepared(
+    plan: ContextPlan, device: torch.device, stream: CurrentStream, schedule: EncodedSchedule,
+    settings: Settings,
+) -> SymmetricBackend | None:  # fmt: skip
+    """As `prepare_call`, for a call over `symmetric` that has the signature of a prepared schedule,
+    which implies that its arguments are allowed.
+
+    settings: of the call, without its direction.
+
+    None: `prepare_call` must look at it, as the ranks are not connected, other ranks are in
+    trouble, or its memory or stream is not that of the latest call.
+
+    Raises as `prepare_call`.
+    """
+    group = RingGroup.known(plan.group)
+    if group is None or (backend := group.connections.backend) is None:
+        return None
+    if backend.device != device or not backend.is_ready(schedule, stream):
+        return None
+    group.agree(settings)
+    return backend
+
+
 def _device_error(device: torch.device, memory: IpcMemory | None) -> ValueError | None:
     """Why a call over `symmetric` cannot run on a device: the group's streams are on another."""
     if memory is None or memory.device == device:
@@ -264,7 +290,7 @@ def _level_error(plan: ContextPlan) -> ValueError | None:
 
 def _captured(settings: Settings) -> Settings:
     """Settings on which ranks agree only if all of them capture the call."""
-    return Settings({**settings, "CUDA graph": "captured"})
+    return settings.with_values({"CUDA graph": "captured"})
 
 
 def _validate(
@@ -306,37 +332,3 @@ def _build_kernels(
             select_forward(q, hops, v_dim)
         else:
             select_backward(q, precision, hops.clips, v_dim)
-
-
-def _settings(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: ContextPlan,
-    scale: float,
-    deterministic: bool,
-    precision: str,
-    transport: str,
-    forward_mode: str,
-) -> Settings:
-    """What must be equal on all ranks of a call."""
-    return Settings(
-        {
-            "plan.layout": plan.layout,
-            "plan.window": f"(left, right) = {plan.effective_window}"
-            if plan.mask is None
-            else repr(plan.mask),
-            "plan.hosts": str(plan.hosts),
-            "plan.kv_budget": str(plan.kv_budget),
-            "plan.cu_seqlens": f"{len(plan.lengths)} documents, {plan.total_tokens} tokens, "
-            f"digest {plan.digest}",
-            "q": f"{q.shape[1]} heads, head_dim {q.shape[2]}, {q.dtype} on {q.device.type}",
-            "k": f"{k.shape[1]} heads",
-            "v": f"head_dim {v.shape[2]}",
-            "softmax_scale": repr(scale),
-            "deterministic": str(deterministic),
-            "precision": precision,
-            "transport": transport if q.is_cuda else "gloo",
-            "forward": forward_mode,  # of a backward too: it needs no agreement of its own then
-        }
-    )

@@ -30,11 +30,11 @@ from ringfa3.planning.communication import (
 from ringfa3.planning.handles import from_handle, graph_handle
 from ringfa3.planning.row_exchange import RowExchange
 from ringfa3.planning.token_shards import TokenShards
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.connect import connection
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.p2p import FakeTransport, Message, Transport
 from ringfa3.ring.process_group import is_fake
+from ringfa3.schedules.settings import Settings
 
 
 class MoveRows(torch.autograd.Function):

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 
-from ringfa3.ring.calls import CallHistory, LatestCall, Settings
+from ringfa3.ring.calls import CallHistory, LatestCall
+from ringfa3.schedules.settings import Settings
 from ringfa3.threads import JOIN_S
 
 PERIOD_S = 0.25  # between two polls
@@ -86,10 +87,6 @@ class StoreMonitor(threading.Thread):
 
     def __exit__(self, *_: object) -> None:
         self._waiting = False
-
-    def must_join(self, agreement_id: int) -> bool:
-        """Whether this rank must join that agreement: a rank has given up, or asks for it."""
-        return self.peer_failure is not None or self.join_request == agreement_id
 
     def end(self, seconds: float = JOIN_S) -> None:
         """Ends the thread, which closes the connections, and waits so long for it."""

@@ -12,6 +12,7 @@ import torch
 
 from ringfa3.kernels.symbolic import Shape, Symbol
 from ringfa3.kernels.uploads import TableRef
+from ringfa3.schedules.settings import Settings
 
 Wait: TypeAlias = tuple[str, int]  # what for, and the rank that ends it
 
@@ -35,7 +36,10 @@ class EncodedSchedule:
     symbol_of  numbers of these symbols
     parts, tables, held, waits
                as in `schedule.Schedule`
-    spec       what a ring call needs of its transport, a `BufferSpec`
+    spec       of a ring call: what it needs of its transport, a `BufferSpec`
+    settings   of a ring call: on which ranks agree
+    forward_mode
+               what the environment asked for where the schedule was made
     """
 
     words: array[int]
@@ -47,6 +51,8 @@ class EncodedSchedule:
     held: tuple[object, ...]
     waits: tuple[tuple[int, tuple[Wait, ...]], ...]
     spec: Any = None
+    settings: Settings | None = None
+    forward_mode: str | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return {x.name: getattr(self, x.name) for x in fields(self)}

@@ -216,15 +216,28 @@ def link(
 
     Raises BuildError, OSError: a kernel cannot be built or loaded.
     """
-    parts = map(addresses.tensor_of, schedule.parts)
-    memory = *parts, *[table.copy.on(stream).memory for table in schedule.tables]
-    numbers = schedule.references.numbers
-    given = schedule.words, schedule.at, numbers, addresses.of_numbers, memory, schedule.held
+    given = link_arguments(schedule, memory_of(schedule, stream, addresses), addresses)
     made = library.program(*given)
     if made is None:
-        addresses.look_up(numbers)
+        addresses.look_up(schedule.references.numbers)
         made = library.program(*given)
     return made
+
+
+def memory_of(
+    schedule: EncodedSchedule, stream: CurrentStream, addresses: Addresses
+) -> tuple[torch.Tensor, ...]:
+    """The memory of a program: parts, then tables, which are uploaded."""
+    tables = [table.copy.on(stream).memory for table in schedule.tables]
+    return *map(addresses.tensor_of, schedule.parts), *tables
+
+
+def link_arguments(
+    schedule: EncodedSchedule, memory: tuple[torch.Tensor, ...], addresses: Addresses
+) -> tuple[object, ...]:
+    """What `program` of the C++ launcher takes; memory: from `memory_of`."""
+    numbers = schedule.references.numbers
+    return schedule.words, schedule.at, numbers, addresses.of_numbers, memory, schedule.held
 
 
 def _signed(address: int) -> int:

@@ -14,18 +14,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ringfa3.kernels.streams import CurrentStream
-from ringfa3.schedules.encoded import Part, Wait
-from ringfa3.schedules.link import Addresses, Resolvers, kernel_resolvers
+from ringfa3.schedules.encoded import EncodedSchedule, Part, Wait
+from ringfa3.schedules.link import Addresses, Resolvers, kernel_resolvers, kernels_loaded
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.cuda_driver import entry_address
 from ringfa3.symmetric.cuda_graphs import ReplayWaits, fork_join
 from ringfa3.symmetric.ipc_memory import IpcMemory
-from ringfa3.symmetric.ring_pass import CallCache
 from ringfa3.symmetric.ring_program import (
     ARRIVAL_BYTES,
+    CallCache,
     Inputs,
-    ProgramLaunch,
-    ReplayableCall,
     RingProgram,
     Tensors,
     translate,
@@ -78,12 +77,11 @@ class Group(Protocol):
     def call(self) -> int:
         """Number of the call under way."""
 
-    def agreement_snapshot(self) -> Any:
-        """For `begin_again` of calls like the one under way."""
+    def agreed(self, settings: Settings, direction: str) -> Any:
+        """The same for calls in a direction with settings; None if ranks must agree again."""
 
-    def begin_again(self, agreed: Any, lse: torch.Tensor | None) -> bool:
-        """Begins a call with the settings of a snapshot; False if ranks must agree first. lse: of a
-        backward."""
+    def agreement_snapshot(self) -> Any:
+        """With which the C++ launcher begins calls like the one under way."""
 
     def returned(self, lse: torch.Tensor) -> None:
         """The forward call under way returns this LSE."""
@@ -174,6 +172,7 @@ class SymmetricBackend:
         self._call_caches: dict[torch.cuda.Stream, CallCache] = {}  # by compute stream
         self.cache_version = 0  # changes whenever `_call_caches` is emptied
         self.last_compute: torch.cuda.Stream | None = None  # of the last call that was not captured
+        self._computes: dict[torch.cuda.Stream, torch.cuda.Stream] = {}  # one object a stream
         self._stream_id: int | None = None  # its driver's id, if the C++ launcher has looked it up
         self.captured = False  # the call under way is
         self.joins = False  # calls fork and join: some have been captured
@@ -184,7 +183,7 @@ class SymmetricBackend:
         self._enter = [cuda_driver.set_context(cuda_driver.current_context())]
         side = (Stream.KV, Stream.GRADIENTS)
         self._streams: dict[Stream, torch.cuda.Stream] = {s: _stream(device) for s in side}
-        self._waits: dict[int, int] = dict.fromkeys(Stream, 0)  # for signals, so far
+        self.waits = [0] * len(Stream)  # for signals so far, by stream
         self._events: dict[Event, int] = {}
         self._addresses: dict[object, Addresses] = {}  # by compute stream and parity
         self.arrivals = torch.zeros(group.world, dtype=torch.int32, device=device)
@@ -192,7 +191,13 @@ class SymmetricBackend:
         reached, release = self.signals.reached, self.signals.set_all
         given = group.peer_failure, lost, release, self.described
         self._watchdog = Watchdog(lambda: timeout_s, reached, *given)
+        self.posted = self._watchdog.posted
         self.replays = ReplayWaits(self.signals)
+
+    def is_ready(self, schedule: EncodedSchedule, stream: CurrentStream) -> bool:
+        """As `Beginner.is_ready`."""
+        ready = stream.id == self._stream_id and not self.joins and kernels_loaded(schedule)
+        return ready and self.memory.holds(schedule.spec.slot_bytes)
 
     def begin(self, spec: Slots, stream: CurrentStream | None = None) -> int:
         """As `Backend.begin`. A captured call has the same parity in all replays."""
@@ -202,6 +207,7 @@ class SymmetricBackend:
         if compute is None:
             cuda_driver.issue(self._enter)
             compute = torch.cuda.current_stream(self.device)
+            compute = self._computes.setdefault(compute, compute)
             self._stream_id = None if stream is None else stream.id
         self.captured = stream is None and torch.cuda.is_current_stream_capturing()
         if not self.memory.holds(spec.slot_bytes):
@@ -236,7 +242,7 @@ class SymmetricBackend:
         Their side streams do not join the compute stream, so the host waits for their signals.
         """
         while self.group.failure is None and not all(
-            self.signals.reached(stream, count) for stream, count in self._waits.items()
+            self.signals.reached(stream, count) for stream, count in enumerate(self.waits)
         ):
             time.sleep(0.001)
         self.joins = True
@@ -283,6 +289,8 @@ class SymmetricBackend:
 
     def addresses(self, stream: CurrentStream, parity: int) -> Addresses:
         """As `Beginner.addresses`."""
+        if self.last_compute is not None:  # a captured call may have had another one since
+            self._streams[Stream.COMPUTE] = self.last_compute
         key = self._streams[Stream.COMPUTE], stream.id, parity
         found = self._addresses.get(key)
         if found is None:
@@ -316,42 +324,27 @@ class SymmetricBackend:
 
     def issue(self, prepared: DriverCalls) -> None:
         for stream, waits, counts in prepared.waits:
-            for i, count in enumerate(counts, self._waits[stream] + 1):
+            for i, count in enumerate(counts, self.waits[stream] + 1):
                 count.value = i & MASK
-            self._waits[stream] += len(waits)
+            self.waits[stream] += len(waits)
             self._watchdog.post(stream, waits, self.group.call)
         cuda_driver.issue(prepared.calls)
 
     def replay(self, program: RingProgram, inputs: Inputs, stream: CurrentStream) -> Tensors:
         """As `Backend.replay`. Raises as `RingProgram.run`."""
-        _, waits = self.prepare_launch(program)
-        return program.run(inputs, stream, waits)
+        return program.run(inputs, stream, self._count_waits(program))
 
-    def prepare_launch(self, program: RingProgram) -> ProgramLaunch:
-        """As `Backend.prepare_launch`: counts the waits of the launch, and passes them to the
-        watchdog."""
-        before, call = tuple(self._waits.values()), self.group.call
+    def _count_waits(self, program: RingProgram) -> tuple[int, ...]:
+        """Counts the waits of a launch, and passes them to the watchdog. Returns earlier counts."""
+        before = tuple(self.waits)
         for stream, waits in program.waits:
-            self._waits[stream] += len(waits)
-            self._watchdog.post(stream, waits, call)
-        return program.held, before
+            self.waits[stream] += len(waits)
+        self.posted.append((self.group.call, program.waits))
+        return before
 
     def described(self, wait: Wait) -> str:
         what, sender = wait
         return f"{what} rank {self.ranks[sender]}"
-
-    def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> ProgramLaunch | None:
-        """As `ReplayableCall.begin`."""
-        if self.cache_version != call.cache_version or self.last_compute != call.compute:
-            return None
-        if self.last_compute is not None:  # a captured call may have had another one since
-            self._streams[Stream.COMPUTE] = self.last_compute
-        program = call.program(self.calls % 2)
-        if not self.group.begin_again(call.agreed, lse):
-            return None
-        self.captured = False
-        self.calls += 1
-        return self.prepare_launch(program)
 
     def serve(self) -> None:
         """After the self-test: a peer that does not answer in time loses the group."""

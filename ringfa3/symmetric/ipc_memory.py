@@ -7,6 +7,7 @@ this module by it when the oldest PyTorch that we support has both repairs.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -134,7 +135,8 @@ class IpcMemory:
 
     def holds(self, slot_bytes: Mapping[Buffer, int]) -> bool:
         """Whether slots have at least so many bytes."""
-        return all(size <= self._capacity[buffer] for buffer, size in slot_bytes.items())
+        capacity = map(self._capacity.__getitem__, slot_bytes)  # without frames of Python
+        return all(map(operator.le, slot_bytes.values(), capacity))
 
     def reserve(self, slot_bytes: Mapping[Buffer, int]) -> None:
         """Makes slots of at least so many bytes. All ranks pass the same in the same call.

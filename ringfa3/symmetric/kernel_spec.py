@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,8 @@ from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.schedules.host_code import forward_hops, gradients
 from ringfa3.schedules.link import signature_of
 from ringfa3.schedules.schedule import Inputs, build
-from ringfa3.symmetric.forward_mode import budget_error, select_forward_mode
+from ringfa3.schedules.settings import SINK, Heads, Settings, ring_settings
+from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, budget_error, select_forward_mode
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.stream_ops import BufferSpec
 from ringfa3.validation import check_scale
@@ -100,11 +102,18 @@ class KernelSpec:
         dlse = torch.empty_like(lse) if self.lse_gradient else None
         mode = select_forward_mode(plan, q, k)
         forward = "gathered" if plan.world > 1 and mode == "gathered" else "forward"
-        self._add(plan, forward, k, (q, k, v, sink), scale, partial(forward_hops, scale))
+        agreed = scale, self.deterministic, "native", "auto", mode
+        of_ranks = ring_settings(plan, Heads.of(q, k, v), "cuda", *agreed)
+        of_ranks = of_ranks.with_values(SINK if self.sink else {})
+        for transport in ("auto", "symmetric"):
+            given = {"deterministic": str(self.deterministic), "transport": transport}
+            of_ranks.with_values(given).complete()
+        inputs: Inputs = (q, k, v, sink)
+        self._add(plan, forward, k, inputs, scale, partial(forward_hops, scale), of_ranks)
         settings = scale, self.deterministic, "native"
         inputs = dout, dlse, q, k, v, out, lse, sink
         code = partial(gradients, scale, self.deterministic)
-        self._add(plan, "backward", k, inputs, settings, code)
+        self._add(plan, "backward", k, inputs, settings, code, of_ranks)
 
     def _tensors(self, plan: ContextPlan) -> list[torch.Tensor]:
         """q, k, v, out and dout, without data."""
@@ -126,6 +135,7 @@ class KernelSpec:
         inputs: Inputs,
         settings: Hashable,
         code: Any,
+        of_ranks: Settings,
     ) -> None:
         gpu = Gpu(self.num_sms)
         signature = signature_of(pass_type, inputs, settings, gpu)
@@ -139,7 +149,9 @@ class KernelSpec:
             _ = spec.slot_bytes  # which travel along
         try:
             call = partial(code, _Call(plan), ring_pass)
-            made = replace(build(inputs, call, gpu).encode(), spec=spec)
+            made = build(inputs, call, gpu).encode()
+            asked = os.environ.get(FORWARD_MODE_ENV)
+            made = replace(made, spec=spec, settings=of_ranks, forward_mode=asked)
             _ = made.references  # before the first call, if the plan stays in this process
             plan.prepared[signature] = made
         except ScheduleError:  # the PyTorch fallback runs such calls

@@ -7,36 +7,34 @@ issue them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias, get_args
+from typing import Any, NamedTuple, Protocol, get_args
 
 import torch
 
 from ringfa3 import host
 from ringfa3.attention_op import with_columns
 from ringfa3.kernels.dispatch import select_local_kv
-from ringfa3.kernels.launch import num_ctas
 from ringfa3.kernels.local_kv import LocalKV, Returns
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import current_builder
-from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads, PreparedLaunch
+from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.tiling import Plan
 from ringfa3.schedules.encoded import EncodedSchedule
 from ringfa3.schedules.link import (
     Signature,
-    kernels_loaded,
     schedule_of,
     signature_of,
     upload_tables,
 )
-from ringfa3.schedules.program_cache import ProgramCache
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric import schedule
 from ringfa3.symmetric.ring_program import (
     Beginner,
+    CachedCalls,
     Inputs,
-    ProgramLaunch,
     ReplayableCall,
     RingProgram,
     ScheduleBackend,
@@ -82,12 +80,9 @@ class Memory(Protocol):
 class Backend(Memory, Beginner, Protocol):
     """What a pass needs of one rank's streams and of the group's memory.
 
-    call_cache  of the calls that run on the same stream as the one under way; emptied when the
-                memory or the streams change
     joins       whether calls fork and join their streams: CUDA graphs have captured some
     """
 
-    call_cache: CallCache
     joins: bool
 
     def begin(self, spec: BufferSpec, stream: CurrentStream | None = None) -> int:
@@ -105,9 +100,6 @@ class Backend(Memory, Beginner, Protocol):
     def replay(self, program: RingProgram, inputs: Inputs, stream: CurrentStream) -> Tensors:
         """Issues the whole call under way by a program on the compute stream, and returns its
         results."""
-
-    def prepare_launch(self, program: RingProgram) -> ProgramLaunch:
-        """For the C++ launcher to issue the call under way."""
 
 
 class Step(NamedTuple):
@@ -130,15 +122,6 @@ class PreparedSteps(NamedTuple):
     local_kv: LocalKV
     splits_heads: bool
 
-
-class CachedCalls(NamedTuple):
-    """The calls of one plan: prepared steps, and calls that start in C++."""
-
-    steps: dict[object, PreparedSteps]
-    programs: ProgramCache[ReplayableCall]
-
-
-CallCache: TypeAlias = MutableMapping[Plan, CachedCalls]
 
 _specs: weakref.WeakKeyDictionary[Plan, dict[object, BufferSpec]] = weakref.WeakKeyDictionary()
 
@@ -181,13 +164,9 @@ class SymmetricRingPass:
 
     def _begin(self, spec: BufferSpec, stream: CurrentStream | None = None) -> int:
         """Begins the call, as `Backend.begin`. Returns its parity."""
-        backend, hops = self._backend, self._plan.hops
         self._spec = spec
-        self._parity = parity = backend.begin(spec, stream)
-        known = backend.call_cache.get(hops)
-        if known is None:
-            known = backend.call_cache.setdefault(hops, CachedCalls({}, ProgramCache()))
-        self._known = known
+        self._parity = parity = self._backend.begin(spec, stream)
+        self._known = CachedCalls.of(self._backend, self._plan)
         return parity
 
     def run_schedule(
@@ -197,8 +176,8 @@ class SymmetricRingPass:
         library = host.library()
         if library is None or torch.cuda.is_current_stream_capturing():
             return None
-        parity = self._begin(self._spec_of(k))
         stream = CurrentStream.of(k.device)
+        parity = self._begin(self._spec_of(k), stream)
         signature = signature_of(self._pass_type, inputs, settings)
         schedule = self._known.programs.schedule(
             signature,
@@ -212,28 +191,12 @@ class SymmetricRingPass:
             library.keep_ring(call)
         return self._backend.replay(program, inputs, stream)
 
-    def begin_prepared(
-        self, k: torch.Tensor, settings: Hashable, layouts: bytes, stream: CurrentStream
-    ) -> PreparedLaunch | None:
-        """As `RingPass.begin_prepared`."""
-        backend, library = self._backend, host.library()
-        signature = Signature(self._pass_type, num_ctas(k.device), settings, layouts)
-        schedule = self._plan.prepared.get(signature)
-        if schedule is None or backend.joins or not kernels_loaded(schedule):
-            return None
-        parity = self._begin(schedule.spec, stream)
-        upload_tables(self._plan.prepared.values(), stream)
-        call = self._replayable(library, signature, schedule, stream)
-        return call, backend.prepare_launch(call.program(parity))
-
     def _replayable(
         self, library: Any, signature: Signature, schedule: EncodedSchedule, on: CurrentStream
     ) -> ReplayableCall:
         """Calls like the one under way, which begin with its agreement from now on."""
-        backend, key = self._backend, (signature, on.id)
-        given = backend, library, schedule, on
-        made = self._known.programs.get(key, lambda: ReplayableCall(*given))
-        made.agreed = backend.group.agreement_snapshot()
+        made = self._known.call(self._backend, library, signature, schedule, on)
+        made.agreed = self._backend.group.agreement_snapshot()
         return made
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
@@ -262,7 +225,8 @@ class SymmetricRingPass:
         if key not in prepared:
             backend = self._backend
             prepared[key] = self._prepare(backend, k, self._spec, parity, waits_in_kernel)
-        return prepared[key]
+        steps: PreparedSteps = prepared[key]
+        return steps
 
     def _prepare(
         self, memory: Memory, k: torch.Tensor, spec: BufferSpec, parity: int, waits_in_kernel: bool
@@ -328,6 +292,38 @@ class SymmetricRingPass:
             LocalHeads.of(local[0]).attend_first(self._attend, *local)
         else:
             LocalHeads.of(local[0]).attend_last(self._attend, *local)
+
+
+def prepared_calls(
+    backend: Backend,
+    library: Any,
+    plan: ContextPlan,
+    signatures: Iterable[Signature],
+    settings: Settings,
+    stream: CurrentStream,
+) -> list[tuple[int, bytes, ReplayableCall]]:
+    """Calls of a prepared plan on a stream, with settings on which the ranks have agreed, for the
+    C++ launcher to begin them. Each comes after the number of its op and the layouts of its inputs.
+
+    signatures: the first one is that of the call under way; without it there is none.
+
+    Raises OutOfMemoryError: there is no memory for the plan's tables, which are uploaded.
+    """
+    upload_tables(plan.prepared.values(), stream)
+    known, found = CachedCalls.of(backend, plan), []
+    addresses = backend.addresses(stream, 0), backend.addresses(stream, 1)
+    for signature in signatures:
+        schedule = plan.prepared[signature]
+        backward = signature.pass_type == "backward"
+        agreed = backend.group.agreed(settings, "backward" if backward else "forward")
+        if agreed is not None and backend.is_ready(schedule, stream):
+            made = known.call(backend, library, signature, schedule, stream)
+            made.agreed = agreed
+            made.prepare_links(*addresses)
+            found.append((int(backward), signature.layouts, made))
+        elif not found:
+            break
+    return found
 
 
 def _prepare_steps(

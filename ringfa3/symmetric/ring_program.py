@@ -3,22 +3,24 @@
 The first call of a call signature builds its schedule, or finds it prepared; each parity links it.
 Python begins the call: checks, agreement, number and parity, settings for the store's monitor, room
 in the shared memory. The launcher runs what follows, from the first driver call to the results.
-From the next such call on it knows the call by its arguments: Python only counts it, in
-`ReplayableCall.begin`.
+From the next such call on it knows the call by its arguments, and begins it, too.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.kernels.symbolic import Symbol
+from ringfa3.planning.context_plan import ContextPlan
+from ringfa3.planning.tiling import Plan
 from ringfa3.schedules.encoded import EncodedSchedule, Wait
-from ringfa3.schedules.link import Addresses, link
+from ringfa3.schedules.link import Addresses, Signature, link, link_arguments, memory_of
+from ringfa3.schedules.program_cache import ProgramCache
 from ringfa3.schedules.schedule import ScheduleBuilder
 from ringfa3.schedules.steps import DriverCall, MemoryOps
 from ringfa3.symmetric import cuda_driver
@@ -272,31 +274,36 @@ class Beginner(Protocol):
     """What links and begins calls of a rank: a backend.
 
     group          to which it reports how calls end
+    call_cache     of the calls that run on the same stream as the latest one; emptied when the
+                   memory or the streams change
     last_compute   the compute stream of the latest call that no graph captured
     cache_version  changes whenever programs are out of date
     """
 
     group: Any
+    call_cache: CallCache
     last_compute: Any
     cache_version: int
+
+    def is_ready(self, schedule: EncodedSchedule, stream: CurrentStream) -> bool:
+        """Whether a call that no graph captures may begin on a stream, the current one, without
+        `begin`: as the latest call, with room in the shared memory and kernels that are loaded."""
 
     def addresses(self, stream: CurrentStream, parity: int) -> Addresses:
         """Of the symbols of calls of a parity on a stream."""
 
-    def begin_again(self, call: ReplayableCall, lse: torch.Tensor | None) -> ProgramLaunch | None:
-        """As `ReplayableCall.begin`."""
-
-
-# A program, as the C++ launcher holds it, and the waits of earlier calls, by stream.
-ProgramLaunch: TypeAlias = tuple[object, tuple[int, ...]]
-
 
 class ReplayableCall:
-    """A call that the host library replays whenever its arguments come again.
+    """A call that the host library begins and runs whenever its arguments come again, by these
+    attributes: `begin_again` of csrc/host/begin_again.h.
 
+    backend        of the rank
     agreed         of the group, by which it begins again
     compute        the compute stream
     cache_version  of the backend's call cache
+    waits          for signals, for each stream, in order
+    programs       by parity, as the library holds them; None before the first call
+    links          by parity, what the library makes a program of; None where Python has to
 
     It holds no plan, which would never die.
     """
@@ -310,47 +317,73 @@ class ReplayableCall:
         schedule: EncodedSchedule,
         stream: CurrentStream,
     ) -> None:
-        self._backend, self._library = backend, library
+        self.backend, self._library = backend, library
         self._schedule, self._stream = schedule, stream
         self.compute, self.cache_version = backend.last_compute, backend.cache_version
-        self._programs: list[RingProgram | None] = [None, None]  # by parity
+        self.waits = schedule.waits
+        self.programs: list[object] = [None, None]
+        self.links: list[tuple[object, ...] | None] = [None, None]
 
     def program(self, parity: int) -> RingProgram:
         """The program of a parity, which its first call links.
 
         Raises what `link` raises, after it has told the other ranks.
         """
-        return self._programs[parity] or self._link(parity)
+        if self.programs[parity] is None:
+            given = self._library, self._schedule, self._stream
+            try:
+                self.programs[parity] = link(*given, self.backend.addresses(self._stream, parity))
+            except Exception as error:
+                self.backend.group.report_failure(error)
+                raise
+        return RingProgram(self._library, self.programs[parity], self.waits)
 
-    def _link(self, parity: int) -> RingProgram:
-        library, schedule = self._library, self._schedule
-        try:
-            addresses = self._backend.addresses(self._stream, parity)
-            held = link(library, schedule, self._stream, addresses)
-        except Exception as error:
-            self._backend.group.report_failure(error)
-            raise
-        self._programs[parity] = made = RingProgram(library, held, schedule.waits)
-        return made
-
-    def begin(self, lse: torch.Tensor | None) -> ProgramLaunch | None:
-        """Begins the call. None, and nothing has begun: Python must look at it.
-
-        lse: of a backward, by which it names its forward call
-        """
-        return self._backend.begin_again(self, lse)
-
-    def returned(self, lse: torch.Tensor) -> None:
-        """The forward call under way returns this LSE."""
-        self._backend.group.returned(lse)
+    def prepare_links(self, even: Addresses, odd: Addresses) -> None:
+        """Lets the library link both parities, with their addresses, as soon as each has a call."""
+        schedule = self._schedule
+        memory = memory_of(schedule, self._stream, even)
+        self.links = [
+            link_arguments(schedule, memory, even),
+            link_arguments(schedule, memory, odd),
+        ]
 
     def refused(self, name: str, status: int) -> NoReturn:
         """The driver has refused a call of the program: tells the other ranks and raises."""
         error = cuda_driver.error(name, status)
-        self._backend.group.report_failure(error)
+        self.backend.group.report_failure(error)
         raise error
 
     def failed(self, memory: bool, text: str) -> None:
         """The program has failed, for lack of memory or otherwise: tells the other ranks."""
         error_type = torch.OutOfMemoryError if memory else RuntimeError
-        self._backend.group.report_failure(error_type(text))
+        self.backend.group.report_failure(error_type(text))
+
+
+class CachedCalls(NamedTuple):
+    """The calls of one plan: prepared steps, and calls that start in C++."""
+
+    steps: dict[object, Any]
+    programs: ProgramCache[ReplayableCall]
+
+    @classmethod
+    def of(cls, backend: Beginner, plan: ContextPlan) -> CachedCalls:
+        """Those on the stream of the latest call."""
+        known = backend.call_cache.get(plan.hops)
+        if known is None:
+            known = backend.call_cache.setdefault(plan.hops, cls({}, ProgramCache()))
+        return known
+
+    def call(
+        self,
+        backend: Beginner,
+        library: Any,
+        signature: Signature,
+        schedule: EncodedSchedule,
+        on: CurrentStream,
+    ) -> ReplayableCall:
+        """The call with a signature on a stream, the current one."""
+        given = backend, library, schedule, on
+        return self.programs.get((signature, on.id), lambda: ReplayableCall(*given))
+
+
+CallCache: TypeAlias = MutableMapping[Plan, CachedCalls]

@@ -21,9 +21,10 @@ class Watchdog(threading.Thread):
     It calls nothing of CUDA, which may block a thread for as long as a stream waits.
 
     If no wait ends for `timeout_s()`, or another rank has given up, it calls lost(message), once,
-    and then release() until the last wait is over. It sleeps while no stream waits, unless it also
-    polls graphs.
+    and then release() until the last wait is over.
 
+    posted        what calls have posted since the last poll: number of the call, and pairs of a
+                  stream and its waits. The C++ launcher appends, too: csrc/host/begin_again.h
     timeout_s     in seconds; called at each poll, since users change a group's timeout
     reached       reached(stream, n): whether n waits of the stream are over
     peer_failure  message of another rank that has given up, or None
@@ -42,32 +43,28 @@ class Watchdog(threading.Thread):
         super().__init__(daemon=True, name="ringfa3-watchdog")
         self.timeout_s, self.lost = timeout_s, lost
         self._reached, self._peer_failure, self._release = reached, peer_failure, release
-        self._describe, self._posted = describe, threading.Event()
+        self._describe = describe
         self._poll: Callable[[], tuple[bool, Sequence[str]]] | None = None
+        self.posted: deque[tuple[int, Sequence[tuple[Hashable, Sequence[object]]]]] = deque()
         self._streams: dict[Hashable, _Waits] = {}
-        self._given_up = self._ended = False
+        self._taking = threading.Lock()  # of `posted`, into `_streams`
+        self._given_up, self._ended = False, threading.Event()
         self.start()
 
     def post(self, stream: Hashable, more: Sequence[object], call: int = 0) -> None:
         """The stream's next waits, one after the other, at least one. call: its number."""
-        waits = self._streams.get(stream)
-        if waits is None:
-            waits = self._streams[stream] = _Waits()
-        waits.ahead.append((call, more))
-        if not self._posted.is_set():
-            self._posted.set()
+        self.posted.append((call, ((stream, more),)))
 
     def poll_graphs(self, poll: Callable[[], tuple[bool, Sequence[str]]]) -> None:
-        """Also watches waits that nobody posts. It never sleeps then: a graph may be replayed at
-        any time.
+        """Also watches waits that nobody posts: a graph may be replayed at any time.
 
         poll: whether a wait has ended since the last poll, and the names of those under way
         """
         self._poll = poll
-        self._posted.set()
 
     def completed_before(self, call: int) -> bool:
         """Whether the waits of all calls before `call` are over."""
+        self._take_posted()
         ahead = [
             first for waits in self._streams.copy().values() for first in list(waits.ahead)[:1]
         ]
@@ -78,21 +75,22 @@ class Watchdog(threading.Thread):
         self._given_up = True
 
     def end(self) -> None:
-        self._ended = True
-        self._posted.set()
+        self._ended.set()
         self.join(JOIN_S)
 
-    def run(self) -> None:
-        while not self._ended:
-            self._posted.wait()
-            self._posted.clear()
-            self._watch()
+    def _take_posted(self) -> None:
+        with self._taking:
+            while self.posted:
+                call, of_streams = self.posted.popleft()
+                for stream, more in of_streams:
+                    self._streams.setdefault(stream, _Waits()).ahead.append((call, more))
 
-    def _watch(self) -> None:
-        """Until no stream waits."""
-        progress = time.monotonic()
-        while not self._ended:
-            time.sleep(POLL_S)
+    def run(self) -> None:
+        progress, names = time.monotonic(), list[str]()
+        while not self._ended.wait(POLL_S):
+            if not names:  # nothing has waited at the last poll
+                progress = time.monotonic()
+            self._take_posted()
             streams = list(self._streams.items())
             passed = [self._drop_passed(stream, waits) for stream, waits in streams]
             ahead = [waits.ahead[0][1][waits.at] for _, waits in streams if waits.ahead]
@@ -101,9 +99,7 @@ class Watchdog(threading.Thread):
                 passed_in_graphs, awaited = self._poll()
                 passed.append(passed_in_graphs)
                 names += awaited
-            elif not names:
-                return
-            if any(passed) or not names:
+            if any(passed):
                 progress = time.monotonic()
             if not names:
                 continue

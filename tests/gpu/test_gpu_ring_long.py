@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +20,9 @@ import pytest
 import torch
 
 from ringfa3 import host, plan_context, ring_attn_func
+from ringfa3.custom_op import set_op_hook
 from ringfa3.symmetric.backend import DriverCalls, SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
-from ringfa3.symmetric.ring_program import ProgramLaunch, RingProgram
 from tests.gpu.test_gpu_symmetric import Layer
 from tests.support.gpus import join, require_gpus, spawn, worlds
 from tests.support.ranks import free_port
@@ -91,7 +92,7 @@ def _train(rank: int, world: int, port: int, folder: str, executor: str) -> None
     plan = plan_context(8192 * world)
     x = torch.randn(plan.local_tokens, 8, 128, device="cuda").bfloat16().requires_grad_()
     step, forward, issued = 0, True, 0
-    issue, begun = SymmetricBackend.issue, SymmetricBackend.prepare_launch
+    issue = SymmetricBackend.issue
 
     def kill() -> None:
         (Path(folder) / "killed").touch()
@@ -104,12 +105,14 @@ def _train(rank: int, world: int, port: int, folder: str, executor: str) -> None
         if rank == LOST and step == 2 and issued == 4:
             kill()
 
-    def begin(backend: SymmetricBackend, program: RingProgram) -> ProgramLaunch:
+    def begun(_: str) -> AbstractContextManager[None]:
         if rank == LOST and step == 2 and not forward:
             kill()
-        return begun(backend, program)
+        return nullcontext()
 
-    SymmetricBackend.issue, SymmetricBackend.prepare_launch = issue_some, begin  # type: ignore[method-assign]
+    if executor == "cpp":
+        set_op_hook(begun)
+    SymmetricBackend.issue = issue_some  # type: ignore[method-assign]
     for step in range(1000):  # noqa: B007
         forward = True
         out = ring_attn_func(x, x, x, plan, transport="symmetric")

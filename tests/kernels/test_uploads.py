@@ -85,7 +85,7 @@ def test_a_plan_is_uploaded_once_for_each_direction(
     plan, made = plan_context([0, 150, 700], (1, 3)).hops, []
     to_device = uploads.to_device
 
-    def counted(data: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:
+    def counted(data: list[npt.NDArray[np.uint8]], device: torch.device) -> Any:
         made.append(data)
         return to_device(data, device)
 
@@ -125,7 +125,7 @@ def test_a_captured_launch_waits_for_the_upload_that_it_reads(
 
     to_device = uploads.to_device
 
-    def logged(data: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:
+    def logged(data: list[npt.NDArray[np.uint8]], device: torch.device) -> Any:
         events.log.append(("upload", 0))
         return to_device(data, device)
 

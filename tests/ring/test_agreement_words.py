@@ -20,16 +20,16 @@ import torch.distributed as dist
 
 from ringfa3.ring import agreement
 from ringfa3.ring.agreement import NUMBERS, Agreements, AgreementWords, NoAgreementError
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.store_monitor import entry_key, join_request_key
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric.signals import Signals
 from tests.ring.test_agreement import CountingStore
 from tests.support.ranks import Ranks, group_of
 
-ENTRY = {"settings": {"scale": "1.0"}, "error": None, "mid_call": False, "call": 3, "void": 4}
+ENTRY = {"settings": Settings(scale="1.0"), "error": None, "mid_call": False, "call": 3, "void": 4}
 OTHERS = {
-    "settings": {**ENTRY, "settings": {"scale": "2.0"}},
+    "settings": {**ENTRY, "settings": Settings(scale="2.0")},
     "an error": {**ENTRY, "error": ["ValueError", "no"]},
     "in a call": {**ENTRY, "mid_call": True},
     "a call less": {**ENTRY, "call": 2},

@@ -10,12 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringfa3 import host
+from ringfa3.build.host_library import ensure_host_library
 from ringfa3.ring import agreement
-from ringfa3.ring.calls import Settings
+from ringfa3.ring.agreement import AgreementSnapshot
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.store_monitor import StoreMonitor
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric.ring_program import ReplayableCall
 from tests.support.ranks import Ranks, group_of
+
+
+def _begin(ring: RingGroup, agreed: AgreementSnapshot) -> bool:
+    """Whether the C++ launcher begins a call."""
+    library = host.load(ensure_host_library())
+    return library.begin_call(ring, agreed, None) is not None
 
 
 def _agreed(ring: RingGroup, name: str) -> None:
@@ -32,7 +41,7 @@ def _begins(_: dist.ProcessGroup) -> list[Any]:
     _agreed(ring, "first")
     agreed, before = ring.agreement_snapshot(), ring.calls.latest.number
     _agreed(ring, "second")
-    assert ring.begin_again(agreed)
+    assert _begin(ring, agreed)
     return [
         ring.calls.latest.number - before,
         dict(ring.calls.latest.settings),
@@ -52,7 +61,7 @@ def _refused(_: dist.ProcessGroup, trouble: str) -> tuple[bool, bool]:
     ring = RingGroup.of(group)
     _agreed(ring, "first")
     agreed = ring.agreement_snapshot()
-    before = ring.begin_again(agreed)
+    before = _begin(ring, agreed)
     if trouble == "agreements cleared":
         with mock.patch.object(agreement, "MAX_AGREEMENTS", 1):
             ring.agree(Settings({"call": "second"}))
@@ -63,16 +72,16 @@ def _refused(_: dist.ProcessGroup, trouble: str) -> tuple[bool, bool]:
     else:
         monitor = StoreMonitor.__new__(StoreMonitor)  # without its thread
         monitor.peer_failure, monitor.join_request = None, 0
-        with mock.patch.object(ring, "_monitor", monitor):
-            assert ring.begin_again(agreed)
+        with mock.patch.object(ring, "monitor", monitor):
+            assert _begin(ring, agreed)
             if trouble == "a peer's failure":
                 monitor.peer_failure = "a failure"
             else:
                 monitor.join_request = ring.agreement_id + 1
             latest = ring.calls.latest
-            return before, ring.begin_again(agreed) or ring.calls.latest != latest
+            return before, _begin(ring, agreed) or ring.calls.latest != latest
     latest = ring.calls.latest
-    return before, ring.begin_again(agreed) or ring.calls.latest != latest
+    return before, _begin(ring, agreed) or ring.calls.latest != latest
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ringfa3 import RingError, plan_context, ring_attn_func
 from ringfa3.kernels import reference
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
+from ringfa3.schedules.settings import Settings
 from tests.support.ranks import sacrifice
 
 Group = dist.ProcessGroup

@@ -26,7 +26,8 @@ from ringfa3.symmetric.ipc_memory import IpcMemory
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.self_test import open_backend
 from ringfa3.symmetric.stream_ops import BufferSpec
-from tests.support.fake_cuda import Call, FakeCuda, FakeGroup, Ranks
+from tests.support.fake_cuda import Call, FakeCuda, Ranks
+from tests.support.fake_group import FakeGroup
 from tests.support.placements import laid_out
 from tests.support.ranks import Ranks as Processes
 from tests.support.ranks import group_of
@@ -174,7 +175,7 @@ def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
     with (
         mock.patch.object(Agreements, "exchange", unexpected),
         mock.patch.object(prepare_call, "_validate", unexpected),
-        mock.patch.object(prepare_call, "_settings", unexpected),
+        mock.patch.object(prepare_call, "ring_settings", unexpected),
         mock.patch.object(prepare_call, "select_forward_mode", unexpected),
         mock.patch.object(Plan, "_forward", unexpected),
         mock.patch.object(Plan, "_backward", unexpected),

@@ -13,6 +13,7 @@ from ringfa3.ring import prepare_call
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.levels.two_level_pass import TwoLevelPass
 from ringfa3.ring.levels.two_levels import TwoLevelTransport
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric.backend import SymmetricBackend
 
 
@@ -48,7 +49,7 @@ def _transport_of(
         mock.patch.multiple(
             prepare_call,
             _validate=mock.Mock(),
-            _settings=mock.Mock(return_value={}),
+            ring_settings=mock.Mock(return_value=Settings()),
             select_forward_mode=mock.Mock(),
         ),
         mock.patch.object(prepare_call.host, "ensure"),

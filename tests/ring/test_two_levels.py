@@ -24,7 +24,6 @@ from ringfa3.errors import StepError
 from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.ring import connections
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.levels import two_levels
 from ringfa3.ring.levels.host_group import HostGroup
@@ -35,12 +34,14 @@ from ringfa3.ring.op import ring_attention
 from ringfa3.ring.p2p import FakeTransport, Message
 from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.prepare_call import PreparedCall
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric.ipc_memory import IpcMemory
 from tests.ring.test_landing import check, numbers
 from tests.support import ranks as processes
 from tests.support.copying_ranks import CPU, Hosts, run_two_levels
 from tests.support.dense import attention, gradients, mask, tensors, worst
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
+from tests.support.fake_group import FakeGroup
 from tests.support.message_ring import Links, Transport, in_threads
 from tests.support.strategies import Case, cases
 

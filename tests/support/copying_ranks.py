@@ -22,7 +22,8 @@ from ringfa3.ring.levels.two_level_pass import TwoLevelPass
 from ringfa3.ring.levels.two_levels import TwoLevelTransport
 from ringfa3.ring.p2p import Exchange, Message
 from ringfa3.symmetric.backend import SymmetricBackend
-from tests.support.fake_cuda import LIMIT_S, FakeGroup, Ranks
+from tests.support.fake_cuda import LIMIT_S, Ranks
+from tests.support.fake_group import FakeGroup
 from tests.support.message_ring import Links, Transport, nan_memory
 
 CPU = torch.device("cpu")

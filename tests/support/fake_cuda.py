@@ -24,6 +24,7 @@ from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ipc_memory import IpcAllocation
 from ringfa3.symmetric.watchdog import Watchdog
 from tests.support.fake_graphs import FakeGraph, FakeRun
+from tests.support.fake_group import FakeGroup
 
 LIMIT_S = 20.0  # for a wait on the compute stream
 Call = tuple[Callable[..., None], tuple[object, ...]]
@@ -237,45 +238,6 @@ class FakeEvent:
         assert threading.current_thread().name != "ringfa3-watchdog", "CUDA would block it"
         self.cuda.step()
         return self.passed[0]
-
-
-class FakeGroup:
-    """`ringfa3.symmetric.backend.Group`; ranks meet in shared lists."""
-
-    def __init__(self, ranks: Ranks, rank: int, timeout_s: float) -> None:
-        self.meeting, self.rank, self.timeout_s = ranks, rank, timeout_s
-        self.world, self.name = ranks.world, "fake"
-        self.ranks = [10 + r for r in range(ranks.world)]  # of the job
-        self.failures: list[str] = []
-        self.failure: str | None = None
-        self.call = 0
-        self.begun = 0  # calls that began again
-        self.refuses = False  # to begin any again
-        self.snapshot = 0  # calls of earlier ones do not begin again
-
-    def agreement_snapshot(self) -> int:
-        return self.snapshot
-
-    def begin_again(self, agreed: int, lse: torch.Tensor | None) -> bool:
-        del lse
-        begins = agreed == self.snapshot and not self.refuses
-        self.begun += begins
-        return begins
-
-    def returned(self, lse: torch.Tensor) -> None:
-        """The group names forward calls."""
-
-    def report_failure(self, problem: Exception) -> None:
-        self.failures.append(f"{type(problem).__name__}: {problem}")
-
-    def gather(self, line: object) -> list[object]:
-        return self.meeting.gather(self.rank, line)
-
-    def peer_failure(self) -> str | None:
-        return None
-
-    def lose(self, message: str) -> None:
-        self.failures.append(message)
 
 
 class Ranks:

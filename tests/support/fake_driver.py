@@ -25,6 +25,7 @@ from ringfa3.kernels.launch import Tensor3, pointer_offsets
 from ringfa3.schedules.steps import POINTER, STRUCTURES
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.backend import SymmetricBackend
+from ringfa3.symmetric.stream_ops import Stream
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_kernels import FakeKernels
 
@@ -174,14 +175,14 @@ def in_terms(
     log: list[Entry],
     inputs: Sequence[torch.Tensor | None],
     backend: SymmetricBackend,
-    waits: dict[Any, int],
+    waits: Sequence[int],
 ) -> list[Entry]:
     """A log of one call, with addresses in terms of its inputs, and without what differs from call
     to call: counts are of the waits since `waits`, and buffers have no names: a result may have the
     address of an earlier buffer."""
     known = {str(number): x for number, x in enumerate(inputs) if x is not None}
     known["arrivals"] = backend.arrivals
-    counters = {backend.signals.counter(s): s for s in waits}
+    counters = {backend.signals.counter(s): s for s in Stream}
 
     def place(address: int) -> Place:
         for name, x in known.items():

@@ -4,8 +4,8 @@ do nothing.
 `python -m tests.support.ring_host_time` prints the medians of both hosts, in turn: time that the
 thread of one rank runs on the CPU, for an op without the checks and the agreement that Python's
 call begins with. "first" is a plan's first call, with its tilings, tables and schedule; "prepared"
-is the first call of a plan that a loader has prepared and sent. A GPU's driver adds its own time to
-each call, launch and allocation.
+is the first call of a plan that a loader has prepared and sent. A forward prepares its backward. A
+GPU's driver adds its own time to each call, launch and allocation.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -33,8 +34,9 @@ from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.signals import Signals
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
 from tests.support.fake_driver import LoggedCuda
+from tests.support.fake_group import FakeGroup
 from tests.support.fake_kernels import SMS, FakeKernels, compile_kernels
 from tests.support.host_time import ROUNDS, microseconds
 
@@ -53,6 +55,7 @@ class Alone(FakeGroup):
 
 
 PASS_TYPES = {"auto": "forward", "symmetric": "gathered"}  # by transport, which tells calls apart
+MODES = {"forward": "hops", "gathered": "gathered", "backward": "hops"}  # of the environment
 
 
 def calls(plan: ContextPlan) -> dict[str, Callable[[], object]]:
@@ -88,6 +91,12 @@ def prepare(backend: SymmetricBackend, *given: object, **_: object) -> PreparedC
     return PreparedCall(plan, pass_type, partial(SymmetricRingPass, backend))
 
 
+def agree(backend: SymmetricBackend, *given: Any) -> SymmetricBackend | None:
+    """In place of `agree_prepared`."""
+    _, _, stream, schedule, _ = given
+    return backend if backend.is_ready(schedule, stream) else None
+
+
 def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[float]]:
     """Microseconds of each round, by pass type and host."""
     ranks = Ranks(world)
@@ -108,7 +117,8 @@ def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[floa
         backend = SymmetricBackend(Alone(ranks, 0, 60.0), CPU, 60.0, print)  # type: ignore[arg-type]
         plan = plan_context(TOKENS * world, (backend.group.rank, world))
         by_type = calls(plan)
-        with mock.patch.object(op, "prepare_call", partial(prepare, backend)):
+        stand_ins = {"prepare_call": prepare, "agree_prepared": agree}
+        with mock.patch.multiple(op, **{n: partial(f, backend) for n, f in stand_ins.items()}):
             for call in by_type.values():
                 call()  # room in the shared memory
             for number in range(ROUNDS + 1):
@@ -132,7 +142,8 @@ def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[floa
                 made = [calls(plan) for plan in plans]
                 for by_type in made:
                     for pass_type, call in by_type.items():
-                        taken = microseconds(call, 1)
+                        with mock.patch.dict(os.environ, {FORWARD_MODE_ENV: MODES[pass_type]}):
+                            taken = microseconds(call, 1)
                         times.setdefault((f"{pass_type}, prepared", name), []).append(taken)
     return times
 

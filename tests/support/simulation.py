@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ringfa3.symmetric.cuda_graphs import fork_join
-from ringfa3.symmetric.ring_pass import CallCache
+from ringfa3.symmetric.ring_program import CallCache
 from ringfa3.symmetric.stream_ops import (
     AddToSum,
     AttendGathered,

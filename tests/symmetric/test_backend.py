@@ -26,13 +26,13 @@ from ringfa3.kernels.dispatch import ForwardKernel
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.pass_interface import HopTensors
 from ringfa3.planning.tiling import Plan
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.op import ring_attention
 from ringfa3.ring.prepare_call import PreparedCall, pass_type_of
 from ringfa3.schedules import host_code
 from ringfa3.schedules.encoded import symbol_number
 from ringfa3.schedules.link import Addresses
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric import cuda_driver, ring_program, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES, select_forward_mode
@@ -42,7 +42,8 @@ from ringfa3.symmetric.self_test import open_backend
 from ringfa3.symmetric.stream_ops import BufferSpec, Stream
 from tests.support import ranks as processes
 from tests.support.dense import attention, gradients, mask, tensors, worst
-from tests.support.fake_cuda import FakeCuda, FakeGroup, Ranks
+from tests.support.fake_cuda import FakeCuda, Ranks
+from tests.support.fake_group import FakeGroup
 from tests.support.placements import Placement, laid_out, scattered
 
 CPU = torch.device("cpu")
@@ -203,10 +204,9 @@ def _compute_streams(ranks: Ranks, linked: dict[int, list[int]], group: FakeGrou
     call = ReplayableCall(backend, None, schedule, CurrentStream(CPU, 0, False, 7))
     call.agreed = backend.group.agreement_snapshot()
     call.program(parity)
-    for _ in range(2):  # then the other parity begins
-        with ranks.capture():
-            backend.begin(spec)
-    backend.begin_again(call, None)
+    with ranks.capture():
+        backend.begin(spec)
+    call.program(1 - parity)
     return linked[threading.get_ident()]
 
 
@@ -386,7 +386,7 @@ def test_a_rank_that_waits_in_vain_names_hop_and_peer_and_goes_on(
 def _lost_in_a_call(group: dist.ProcessGroup) -> bool:
     """Whether the watchdog may still raise after this rank has raised an error itself."""
     own = RingGroup.of(group)
-    backend = own.connections._backend = object.__new__(SymmetricBackend)
+    backend = own.connections.backend = object.__new__(SymmetricBackend)
     backend._watchdog, backend.memory = mock.Mock(), mock.Mock()
     try:
         with own:

@@ -12,7 +12,8 @@ import torch
 from ringfa3.symmetric import ipc_memory, self_test, signals
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.self_test import open_backend
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
+from tests.support.fake_group import FakeGroup
 
 CPU = torch.device("cpu")
 WORLD = 3

@@ -22,7 +22,8 @@ from ringfa3.symmetric.cuda_graphs import JOINED, fork_join
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.self_test import open_backend
 from ringfa3.symmetric.stream_ops import Operation, Stream, WaitEvent
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
+from tests.support.fake_group import FakeGroup
 from tests.support.placements import Placement, laid_out, scattered
 from tests.symmetric.test_schedule import FORWARDS
 
@@ -200,7 +201,7 @@ def _late(group: FakeGroup, placement: Placement) -> tuple[bool, bool]:
     if group.rank == 1:
         time.sleep(0.3)
     layer.call("forward", waits_in_kernel=False)
-    count = backend._waits[Stream.KV]
+    count = backend.waits[Stream.KV]
     before = backend.signals.reached(Stream.KV, count)
     with group.meeting.capture():
         layer.call("forward", waits_in_kernel=False)

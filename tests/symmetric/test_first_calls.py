@@ -23,7 +23,7 @@ from tests.symmetric.test_kernel_spec import host_stream, plain, sent
 from tests.symmetric.test_replayable_calls import TRANSPORTS, OpRank, on_op_ranks
 from tests.symmetric.test_ring_program import SCALE, Call, Rank, on_ranks
 
-MAX_FRAMES = 40  # of Python in a first call; it has 114 if the op runs in Python
+MAX_FRAMES = 52  # of Python in a first forward; it has 114 if the op runs in Python
 
 
 def test_a_first_call_enters_few_frames_of_python(kernels: FakeKernels) -> None:
@@ -50,25 +50,25 @@ def test_a_first_call_enters_few_frames_of_python(kernels: FakeKernels) -> None:
         of_others, before = sent(KernelSpec(8, 2, 64, num_sms=SMS), me, 2), rank.prepared
         found = rank.call("backward", 1, of_others)  # its op runs in Python
         assert all(map(equal, found[1], wanted[-1][1]))
-        assert rank.prepared == before + 1  # and takes what `_begin_first` has agreed on
+        assert rank.prepared == before + 1
         plan = sent(spec, me, 2)
         q, k, v, dout, out, lse = rank.rank.inputs(1, plan)
-        settings = plan.handle, SCALE, False, "native"
+        settings, transport = (plan.handle, SCALE, False, "native"), TRANSPORTS[types[0]]
         with torch.no_grad():
-            rank.pass_type = types[0]
             with frames() as of_forward:
-                op.ring_attention(q, k, v, None, *settings, TRANSPORTS[types[0]])
-            rank.pass_type = "backward"
-            with frames() as of_backward:
-                given = dout, None, q, k, v, out, lse, None
-                op.ring_attention_backward(*given, *settings, TRANSPORTS["backward"])
+                _, lse = op.ring_attention(q, k, v, None, *settings, transport)
+            below = torch._C._AutoDispatchBelowAutograd  # as a node's backward
+            given = dout, None, q, k, v, out, lse, None
+            with below(), frames() as of_backward:
+                backward = torch.ops.ringfa3.ring_attention_backward
+                backward(*given, *settings, transport)
         return [of_forward, of_backward]
 
-    for calls in on_op_ranks(kernels, 2, work):
-        for entered in calls:
-            assert "_begin_first" in entered
-            assert not {"ring_attention", "ring_attention_backward"} & {*entered}
-            assert len(entered) <= MAX_FRAMES, chr(10).join(entered)
+    for of_forward, of_backward in on_op_ranks(kernels, 2, work):
+        assert "_prepared_calls" in of_forward
+        assert "ring_attention" not in of_forward
+        assert len(of_forward) <= MAX_FRAMES, chr(10).join(of_forward)
+        assert of_backward == []  # the forward has prepared it
 
 
 def test_a_first_call_runs_on_its_own_stream(kernels: FakeKernels) -> None:
@@ -162,8 +162,9 @@ def test_a_line_of_the_launcher_is_that_of_python(kernels: FakeKernels) -> None:
     """Layouts of inputs, by which a call finds its schedule."""
     found: list[bytes] = []
 
-    def begin(_: str, layouts: bytes, *__: object) -> None:
+    def begin(_: str, layouts: bytes, *__: object) -> list[object]:
         found.append(layouts)
+        return []
 
     q, k, v = (torch.randn(130, n, 64).bfloat16() for n in (4, 2, 2))
     v = torch.randn(131, 3, 64).bfloat16()[1:, :2]
@@ -175,7 +176,7 @@ def test_a_line_of_the_launcher_is_that_of_python(kernels: FakeKernels) -> None:
         for given in (None, sink):
             op.ring_attention(q, k, v, given, plan.handle, SCALE, False, "native", "auto")
     finally:
-        library.on_first_call(host._begin_first)
+        library.on_first_call(host._prepared_calls)
     assert found == [link.layouts_of((q, k, v, given)) for given in (None, sink)]
     layouts = link._decoded(found[0])
     assert layouts[3] is None

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ringfa3.ring import prepare_call
-from ringfa3.ring.calls import Settings
 from ringfa3.ring.group import RingGroup
 from ringfa3.ring.prepare_call import pass_type_of
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric import self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.cuda_graphs import capture_error
@@ -20,7 +20,8 @@ from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, select_forward_mode
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.self_test import open_backend
 from ringfa3.symmetric.stream_ops import BufferSpec
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
+from tests.support.fake_group import FakeGroup
 from tests.support.placements import laid_out
 
 CPU = torch.device("cpu")
@@ -89,9 +90,9 @@ class Entered:
     def call(self, captured: bool, transport: str = "auto") -> object:
         x = mock.Mock(shape=(8, 2, 64), dtype=torch.bfloat16, is_cuda=True)
         x.stride.return_value = (128, 64, 1)
-        plan, settings = self.plan, mock.Mock(return_value={"q": "so"})
+        plan, settings = self.plan, mock.Mock(return_value=Settings({"q": "so"}))
         with (
-            mock.patch.multiple(prepare_call, _validate=mock.Mock(), _settings=settings),
+            mock.patch.multiple(prepare_call, _validate=mock.Mock(), ring_settings=settings),
             mock.patch.object(prepare_call.host, "ensure"),
             mock.patch.object(prepare_call, "select_forward"),
             mock.patch.multiple(

@@ -14,7 +14,8 @@ from ringfa3.errors import StepError
 from ringfa3.symmetric.cuda_driver import DriverError
 from ringfa3.symmetric.ipc_memory import SHARED, IpcMemory
 from ringfa3.symmetric.stream_ops import Buffer
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
+from tests.support.fake_group import FakeGroup
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,6 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,10 +19,11 @@ from ringfa3.kernels import backward, forward, uploads
 from ringfa3.kernels.streams import CurrentStream
 from ringfa3.planning import context_plan, token_shards
 from ringfa3.planning.context_plan import ContextPlan
-from ringfa3.ring import op
+from ringfa3.ring import prepare_call
 from ringfa3.schedules import link
 from ringfa3.schedules.encoded import EncodedSchedule
 from ringfa3.schedules.schedule import Schedule
+from ringfa3.schedules.settings import Heads, Settings, ring_settings
 from ringfa3.symmetric import kernel_spec
 from tests.ring.test_one_rank import step
 from tests.support.fake_kernels import SMS, FakeKernels
@@ -148,22 +148,30 @@ def test_a_call_of_several_ranks_builds_nothing(
         on_ranks(kernels, world, work)
 
 
-def test_a_call_that_its_op_did_not_take_serves_no_other() -> None:
-    """An error, or an interruption, may keep the op from running: the next one prepares its own."""
-    plan, settings = plain(0, 1), (SCALE, False, "native", "auto")
-    call: Any = SimpleNamespace(plan=plan, pass_type="forward")
-    others = [
-        (plain(0, 1), "forward", settings),
-        (plan, "backward", settings),
-        (plan, "forward", (SCALE, False, "fp8", "auto")),
-        (plan, "forward", (2 * SCALE, False, "native", "auto")),
-    ]
-    for other in others:
-        op._thread.give(call, settings)
-        assert op._thread.take(*other) is None
-        assert op._thread.take(plan, "forward", settings) is None  # it is gone
-    op._thread.give(call, settings)
-    assert op._thread.take(plan, "forward", settings) is call
+def test_ranks_agree_whether_a_worker_has_prepared_their_plan_or_not() -> None:
+    """On equal settings: those that travel with a plan, and those of `prepare_call`."""
+    spec = KernelSpec(4, 2, 64, softmax_scale=SCALE, deterministic=True, sink=True)
+    plan, group, settings = sent(spec, 0, 2), mock.MagicMock(), (SCALE, True, "native", "auto")
+    plan._group = group
+    (schedule,) = (x for signature, x in plan.prepared.items() if signature[0] == "backward")
+    q, k = (torch.empty(plan.local_tokens, n, 64, dtype=torch.bfloat16) for n in (4, 2))
+    with (
+        mock.patch.multiple(prepare_call, RingGroup=group, connection=lambda *_: (None, None)),
+        mock.patch.multiple(prepare_call, is_fake=lambda _: False, _build_kernels=mock.Mock()),
+        mock.patch.object(token_shards, "require_alive"),
+        mock.patch.object(prepare_call, "ring_settings", of_gpu),
+    ):
+        prepare_call.prepare_call(q, k, k, plan, *settings, "backward", sink=True)
+    agreed, called = group.of().agree.call_args.args[0], group.of().begin.call_args.args[0]
+    values = {"deterministic": "True", "transport": "auto"}
+    prepared = schedule.settings.with_values(values)
+    assert dict(agreed) == dict(prepared)
+    assert agreed.fingerprint == vars(prepared)["fingerprint"]  # a worker has made it
+    assert called.digest == prepared.of_pass("backward").digest
+
+
+def of_gpu(plan: ContextPlan, heads: Heads, _: str, *others: Any) -> Settings:
+    return ring_settings(plan, heads, "cuda", *others)
 
 
 def test_captures_find_the_tables_of_a_prepared_plan(kernels: FakeKernels) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,9 @@ from ringfa3 import host
 from ringfa3.planning import context_plan
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring import op
+from ringfa3.ring.calls import LatestCall
 from ringfa3.ring.prepare_call import PreparedCall
+from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from tests.support.fake_driver import Computations, in_terms
@@ -33,7 +36,6 @@ TRANSPORTS = {"forward": "auto", "gathered": "symmetric", "backward": "auto"}
 INPUTS = "q", "k", "v", "dout", "out", "lse"
 Change = Callable[[dict[str, torch.Tensor]], None]
 OWN_TURNS = 1  # of a pass type: the first call builds the schedule
-MAX_FRAMES = 6  # of Python in a call that begins again: two, and two for each stream that waits
 
 
 class OpRank:
@@ -46,6 +48,11 @@ class OpRank:
         """In place of `prepare_call`, which takes CPU tensors to gloo."""
         self.prepared += 1
         return PreparedCall(plan, self.pass_type, partial(SymmetricRingPass, self.rank.backend))
+
+    def agree(self, stream: Any, schedule: Any) -> SymmetricBackend | None:
+        """In place of `agree_prepared`."""
+        backend = self.rank.backend
+        return backend if backend.is_ready(schedule, stream) else None
 
     def call(
         self,
@@ -65,7 +72,7 @@ class OpRank:
         q, k, v, dout, out, lse = (inputs[name] for name in INPUTS)
         sink = lse[:, 0].clone() if rank.group.world > 2 else None
         sink = inputs.get("sink", sink)
-        waits = dict(rank.backend._waits)
+        waits = list(rank.backend.waits)
         settings = plan.handle, scale, deterministic, "native", TRANSPORTS[pass_type]
         given: tuple[torch.Tensor | None, ...]
         rank.cuda.taken()
@@ -95,7 +102,10 @@ def ops_of() -> Iterator[dict[int, OpRank]]:
     def prepare(q: Any, k: Any, v: Any, plan: ContextPlan, *_: Any, **__: Any) -> PreparedCall:
         return ranks[threading.get_ident()].prepare(plan)
 
-    with mock.patch.object(op, "prepare_call", prepare):
+    def agree(_: Any, __: Any, stream: Any, schedule: Any, ___: Any) -> SymmetricBackend | None:
+        return ranks[threading.get_ident()].agree(stream, schedule)
+
+    with mock.patch.multiple(op, prepare_call=prepare, agree_prepared=agree):
         yield ranks
 
 
@@ -132,9 +142,9 @@ def test_a_call_that_begins_again_does_what_python_does(
             rank.prepared = 0
             for step in range(steps):
                 for pass_type in PASS_TYPES:
-                    before = dict(backend._waits)
+                    before = list(backend.waits)
                     log, results = rank.call(pass_type, step // 2)
-                    waits = [n - before[s] for s, n in backend._waits.items()]
+                    waits = [n - m for n, m in zip(backend.waits, before, strict=True)]
                     made.setdefault(which, []).append((pass_type, step, log, waits, results))
         begun = len(PASS_TYPES) * (steps - OWN_TURNS)
         assert (group.begun, rank.prepared) == (begun, OWN_TURNS * len(PASS_TYPES))
@@ -232,7 +242,7 @@ def test_a_call_begins_again_after_another_agreement(kernels: FakeKernels) -> No
         rank.all_kinds(4)
         for begun in (3, 6, 9):
             assert group.begun == begun * len(PASS_TYPES)
-            group.snapshot += 1
+            group.agreements.cache_version += 1
             rank.all_kinds(4)  # the first of them Python begins
 
     on_op_ranks(kernels, 2, work)
@@ -272,9 +282,9 @@ def test_python_looks_at_a_call_that_may_not_begin(kernels: FakeKernels) -> None
             assert group.begun - before == len(PASS_TYPES) * begun
 
         expect(4, 3)
-        group.refuses = True
+        group.monitor.peer_failure = "a rank has given up"
         expect(2, 0)
-        group.refuses = False
+        group.monitor.peer_failure = None
         expect(2, 2)
         larger = rank.rank.new_plan(64)
         for pass_type in 2 * PASS_TYPES:
@@ -327,20 +337,39 @@ def test_a_call_goes_with_its_plan(kernels: FakeKernels) -> None:
     on_op_ranks(kernels, 2, work)
 
 
-def test_a_steady_call_enters_few_frames_of_python(kernels: FakeKernels) -> None:
+def test_a_steady_call_enters_no_frame_of_python(kernels: FakeKernels) -> None:
+    """Below its op, a function of Python. It does what `RingGroup.begin` does: it counts the call,
+    names the forward of a backward, posts waits to the watchdog, and notes the thread."""
+
     def work(rank: OpRank, choose: Callable[[str], None]) -> list[str]:
         choose("cpp")
         rank.all_kinds(2 * OWN_TURNS + 2)
-        q, k, v, dout, out, lse = rank.rank.inputs(0, rank.rank.plan)
-        rank.pass_type = "backward"
-        settings = rank.rank.plan.handle, SCALE, False, "native", TRANSPORTS["backward"]
+        q, k, v, dout, out, _ = rank.rank.inputs(0, rank.rank.plan)
+        settings, posted = (rank.rank.plan.handle, SCALE, False, "native"), list[Any]()
+        rank.rank.backend.posted = posted  # type: ignore[assignment]
+        group = rank.rank.group
+        before, of_group = group.calls.latest, group.interruption
+        of_group.caller = weakref.ref(threading.main_thread())
         with (
             torch.no_grad(),
             torch._C._AutoDispatchBelowAutograd(),  # as a node's backward
             frames() as entered,
         ):
-            op.ring_attention_backward(dout, None, q, k, v, out, lse, None, *settings)
+            for pass_type in ("forward", "gathered"):
+                of_op = *settings, TRANSPORTS[pass_type]
+                _, lse = torch.ops.ringfa3.ring_attention(q, k, v, None, *of_op)
+            of_op = dout, None, q, k, v, out, lse, None, *settings, TRANSPORTS["backward"]
+            torch.ops.ringfa3.ring_attention_backward(*of_op)
+        latest, number = group.calls.latest, before.number
+        assert latest == LatestCall(number + 3, *latest[1:])
+        assert latest.forward == number + 2
+        expected = before.next(before.settings, 0).next(before.settings, 0)
+        assert latest.history == expected.next(before.settings, number + 2).history
+        assert list(group.calls.recent)[-1] is latest
+        assert [x[0] for x in posted] == [number + 1, number + 2, number + 3]
+        assert all(waits for _, of_streams in posted for _, waits in of_streams)
+        assert of_group.caller() is threading.current_thread()
+        assert group.connections.last_transport == "symmetric"
         return entered
 
-    for entered in on_op_ranks(kernels, 2, work):
-        assert 0 < len(entered) <= MAX_FRAMES, chr(10).join(entered)
+    assert on_op_ranks(kernels, 2, work) == [[], []]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,9 @@ from ringfa3.ring import op
 from ringfa3.schedules.schedule import DTYPES
 from ringfa3.schedules.steps import ALLOCATE
 from ringfa3.symmetric import cuda_driver
+from ringfa3.symmetric.ring_program import ReplayableCall
+from tests.support.fake_cuda import Ranks
+from tests.support.fake_group import FakeGroup
 from tests.support.fake_kernels import FakeKernels
 from tests.symmetric.test_replayable_calls import OWN_TURNS, OpRank, on_op_ranks
 from tests.symmetric.test_ring_program import SCALE
@@ -33,14 +37,15 @@ def test_a_program_that_lacks_memory_is_told_to_the_peers(
     program = library.program(array.array("q", words), b"", b"", b"", (), ())
     told: list[tuple[bool, str]] = []
 
-    class Failing:
-        def begin(self, _: object) -> tuple[object, tuple[int, int, int]]:
-            return program, (0, 0, 0)
-
+    class Failing(ReplayableCall):
         def failed(self, memory: bool, text: str) -> None:
             told.append((memory, text))
 
-    call = Failing()
+    group, state = FakeGroup(Ranks(2), 0, 60.0), {"cache_version": 0, "last_compute": None}
+    backend: Any = SimpleNamespace(group=group, calls=0, waits=[0] * 3, posted=[], **state)
+    call = Failing(backend, library, mock.Mock(waits=()), mock.Mock())
+    call.agreed = group.agreement_snapshot()
+    call.programs = [program] * 2
 
     def prepare(*_: object, **__: object) -> None:
         library.keep_ring(call)

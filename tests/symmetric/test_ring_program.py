@@ -27,8 +27,9 @@ from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ring_pass import SymmetricRingPass
 from ringfa3.symmetric.ring_program import RingProgram
 from ringfa3.symmetric.self_test import open_backend
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
 from tests.support.fake_driver import Computations, Entry, LoggedCuda, in_terms
+from tests.support.fake_group import FakeGroup
 from tests.support.fake_kernels import FakeKernels
 from tests.support.host_calls import equal
 
@@ -82,7 +83,7 @@ class Rank:
         q, k, v, dout, out, lse = self.inputs(seed, plan)
         sink = lse[:, :1].sum(1) if self.group.world > 2 else None
         call = PreparedCall(plan, pass_type, partial(SymmetricRingPass, self.backend))
-        waits = dict(self.backend._waits)
+        waits = list(self.backend.waits)
         given: tuple[torch.Tensor | None, ...]
         self.cuda.taken()
         with torch.no_grad(), Computations(self.cuda):
@@ -189,9 +190,9 @@ def test_a_replayed_call_does_what_python_does(kernels: FakeKernels, world: int,
             choose(which)
             for step in range(steps):
                 for pass_type in PASS_TYPES:
-                    before = dict(rank.backend._waits)
+                    before = list(rank.backend.waits)
                     log, results = rank.call(pass_type, step // 2)
-                    waits = [n - before[s] for s, n in rank.backend._waits.items()]
+                    waits = [n - m for n, m in zip(rank.backend.waits, before, strict=True)]
                     made.setdefault(which, []).append((pass_type, step, log, waits, results))
         for python, cpp in zip(made["python"], made["cpp"], strict=True):
             assert cpp[:2] == python[:2]
@@ -273,8 +274,10 @@ def test_programs_go_when_what_they_hold_changes(kernels: FakeKernels) -> None:
         expect(2)
         number = rank.group.rank
         first, ranks._current[number] = ranks._current[number], cuda.stream(compute=True)
+        kernels.use(8)
         expect(2)
         ranks._current[number] = first
+        kernels.use()
         expect(0)
         before = counts[me]
         for _ in range(2):

@@ -19,7 +19,8 @@ from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.self_test import open_backend
 from ringfa3.symmetric.shared_words import map_words, shared_file
 from ringfa3.symmetric.signals import Signals
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
+from tests.support.fake_group import FakeGroup
 
 CPU = torch.device("cpu")
 WORDS = 1024 // shared_words.BYTES

@@ -12,7 +12,8 @@ import pytest
 from ringfa3.symmetric.shared_words import BYTES
 from ringfa3.symmetric.signals import COUNTERS, Signals, step_on_all_ranks
 from ringfa3.symmetric.stream_ops import Purpose, Signal, Stream
-from tests.support.fake_cuda import FakeGroup, Ranks
+from tests.support.fake_cuda import Ranks
+from tests.support.fake_group import FakeGroup
 
 WORLD = 3
 

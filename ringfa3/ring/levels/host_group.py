@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric.backend import Group
 from ringfa3.symmetric.signals import Gather
 
@@ -49,11 +50,11 @@ class HostGroup:
     def report_failure(self, problem: Exception) -> None:
         self._group.report_failure(problem)
 
+    def agreed(self, settings: Settings, direction: str) -> Any:
+        return self._group.agreed(settings, direction)
+
     def agreement_snapshot(self) -> Any:
         return self._group.agreement_snapshot()
-
-    def begin_again(self, agreed: Any, lse: torch.Tensor | None) -> bool:
-        return self._group.begin_again(agreed, lse)
 
     def returned(self, lse: torch.Tensor) -> None:
         self._group.returned(lse)
