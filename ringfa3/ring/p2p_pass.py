@@ -13,13 +13,14 @@ their peers in the exchange of the same number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
 from ringfa3.kernels.dispatch import select_local_kv
 from ringfa3.kernels.reference import accum_dtype
-from ringfa3.pass_interface import Attend, HopTensors, LocalHeads
+from ringfa3.kernels.symbolic import current_builder
+from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.exchange.launch_exchange import LaunchExchange
 from ringfa3.planning.row_exchange import RowIndex
@@ -31,13 +32,18 @@ from ringfa3.ring.levels.flow_messages import (
     Regions,
     sent_rows,
 )
+from ringfa3.ring.levels.message_program import ScheduledExchange, run_program
 from ringfa3.ring.p2p import Exchange, Transport
 
 
 def start_exchange(transport: Transport, messages: Sequence[Messages]) -> Exchange | None:
     """Starts all messages in one exchange; None if there are none."""
     sends, receives = ([m for groups in messages for m in groups[n]] for n in range(2))
-    return transport.exchange(sends, receives) if sends or receives else None
+    if not sends and not receives:
+        return None
+    if current_builder() is not None:
+        return ScheduledExchange(sends, receives)
+    return transport.exchange(sends, receives)
 
 
 class ArrivingKV:
@@ -175,7 +181,7 @@ class ReturningGradients:
     def last_heads(self) -> torch.Tensor:
         """(local_keys, 2, heads, d) for the heads that come last, to be stored."""
         if self._adds_last_heads:
-            return torch.empty_like(self._last_heads, memory_format=torch.contiguous_format)
+            return self._last_heads.new_empty(self._last_heads.shape)
         return self._last_heads
 
     def add_last_heads(self, stored: torch.Tensor) -> None:
@@ -201,11 +207,21 @@ class P2PRingPass:
         """As `RingPass.hops`."""
         return self._exchange.hops
 
-    def run_schedule(self, *_: object) -> None:
-        """As `RingPass.run_schedule`: the C++ launcher sends no messages."""
+    def run_schedule(
+        self,
+        k: torch.Tensor,
+        inputs: tuple[torch.Tensor | None, ...],
+        settings: Hashable,
+        code: HostCode,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """As `RingPass.run_schedule`. Python runs the backward of 8 bits."""
+        if self.precision != "native":
+            return None
+        given = self._transport, self._plan, self._pass_type
+        return run_program(*given, k, inputs, settings, code)
 
     def begin_prepared(self, *_: object) -> None:
-        """As `RingPass.begin_prepared`: see `run_schedule`."""
+        """As `RingPass.begin_prepared`: Python begins calls by messages."""
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from ringfa3.kernels.symbolic import Shape, Symbol
 from ringfa3.kernels.uploads import TableRef
+
+if TYPE_CHECKING:
+    from ringfa3.schedules.steps import MessageTo
 
 Wait: TypeAlias = tuple[str, int]  # what for, and the rank that ends it
 
@@ -35,6 +39,7 @@ class EncodedSchedule:
     symbol_of  numbers of these symbols
     parts, tables, held, waits
                as in `schedule.Schedule`
+    exchanges  of each one the messages that it sends, and those that it receives
     spec       what a ring call needs of its transport, a `BufferSpec`
     """
 
@@ -46,6 +51,7 @@ class EncodedSchedule:
     tables: tuple[TableRef, ...]
     held: tuple[object, ...]
     waits: tuple[tuple[int, tuple[Wait, ...]], ...]
+    exchanges: tuple[tuple[Sequence[MessageTo], Sequence[MessageTo]], ...] = ()
     spec: Any = None
 
     def __getstate__(self) -> dict[str, object]:

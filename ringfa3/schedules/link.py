@@ -216,8 +216,16 @@ def link(
 
     Raises BuildError, OSError: a kernel cannot be built or loaded.
     """
-    parts = map(addresses.tensor_of, schedule.parts)
-    memory = *parts, *[table.copy.on(stream).memory for table in schedule.tables]
+    tables = [table.copy.on(stream).memory for table in schedule.tables]
+
+    def tensor_of(part: Part) -> torch.Tensor:
+        name, *rest = part.symbol
+        if name != "table":
+            return addresses.tensor_of(part)
+        table = tables[rest[0]].view(part.dtype)
+        return table[part.offset :].as_strided(part.shape, part.stride)
+
+    memory = *map(tensor_of, schedule.parts), *tables
     numbers = schedule.references.numbers
     given = schedule.words, schedule.at, numbers, addresses.of_numbers, memory, schedule.held
     made = library.program(*given)

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ringfa3.kernels.streams import CurrentStream
+from ringfa3.kernels.symbolic import current_builder, indices_at
 from ringfa3.kernels.uploads import Packed, Uploads
 from ringfa3.planning.exchange.launch_exchange import FlowOffsets, LaunchExchange, PeerRows, RowFlow
 from ringfa3.planning.placement.costs import Ints
@@ -31,10 +32,11 @@ class _SentRows:
         self._rows = [rows for rows, run in scattered if run is None]
         self.packed = Packed(*self._rows)
 
-    def at(self, memory: torch.Tensor | None, _address: int) -> list[RowIndex]:
-        assert memory is not None  # no schedule sends messages
+    def at(self, memory: torch.Tensor | None, begin: int) -> list[RowIndex]:
         parts = (
-            memory[offset : offset + rows.nbytes].view(torch.int64)
+            indices_at(begin + offset, len(rows))
+            if memory is None
+            else memory[offset : offset + rows.nbytes].view(torch.int64)
             for offset, rows in zip(self.packed.addresses(0), self._rows, strict=True)
         )
         return [RowIndex(next(parts)) if run is None else run for run in self._runs]
@@ -54,7 +56,7 @@ def _once(exchange: LaunchExchange, key: Hashable, make: Callable[[], T]) -> T:
 def sent_rows(exchange: LaunchExchange, device: torch.device) -> list[RowIndex]:
     """`RowFlow.sent` of all flows, one after the other, for tensors on a device."""
     sent = [rows for flow in exchange.flows for rows in flow.sent]
-    if device.type != "cuda":
+    if device.type != "cuda" and current_builder() is None:
         return _once(exchange, device, lambda: RowIndex.of_each(sent, device))
     return _uploaded.get(exchange, CurrentStream.of(device), (), partial(_SentRows, sent))
 
@@ -88,6 +90,7 @@ class _Part(NamedTuple):
 class FlowParts:
     """What the messages of a `RowFlow` have in every call: by transfer, what leaves and arrives.
 
+    rank          this one
     first         number of the flow's first transfer in `sent_rows`
     own           of each transfer: rows that leave and arrive on this rank itself
     scratch_rows  of a buffer for rows that leave and are not consecutive
@@ -109,7 +112,7 @@ class FlowParts:
         def own(parts: list[PeerRows]) -> slice | None:
             return next((slice(x.begin, x.end) for x in parts if x.peer == rank), None)
 
-        self.flow, self.first = flow, first
+        self.rank, self.flow, self.first = rank, flow, first
         self.leaving, self.arriving = others(flow.leaving), others(flow.arriving)
         both = zip(flow.leaving, flow.arriving, strict=True)
         self.own = [(own(leaving), own(arriving)) for leaving, arriving in both]
@@ -190,10 +193,9 @@ class FlowMessages(NamedTuple):
         self, transfer: int, grads: torch.Tensor, returned: torch.Tensor, to: torch.Tensor
     ) -> None:
         """Adds what `send_back` has returned, peer by peer, to the rows of `to` that were sent."""
-        leaves, arrives = self.parts.own[transfer]
-        for _, _, begin, end in self.parts.flow.leaving[transfer]:
-            own = leaves is not None and leaves.start == begin
-            rows = grads[arrives] if own else returned[begin:end]
+        _, arrives = self.parts.own[transfer]
+        for _, peer, begin, end in self.parts.flow.leaving[transfer]:
+            rows = grads[arrives] if peer == self.parts.rank else returned[begin:end]
             self._index(transfer).part(begin, end).add(rows, to)
 
     def _index(self, transfer: int) -> RowIndex:
