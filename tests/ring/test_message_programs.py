@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
+import signal
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +31,7 @@ from ringfa3.ring.prepare_call import PreparedCall
 from tests.support.fake_kernels import SMS, FakeKernels
 from tests.support.host_calls import equal, in_terms
 from tests.support.message_ring import Links, Transport, in_threads
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, sacrifice
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 96, 4, 2, 64  # of a rank
 SCALE = HEAD_DIM**-0.5
@@ -185,6 +187,36 @@ def test_captures_and_empty_ranks_run_in_python(kernels: FakeKernels) -> None:
     assert not empty.local_tokens
     assert [len(x) for x in calls_of(empty, FakeTransport())] == [2, 4]
     assert host.counts()["replayed"] - before == 2
+
+
+def _dies(group: dist.ProcessGroup, driver_of: str) -> tuple[str, bool]:
+    """The error of a backward in which rank 1 is killed, and whether a program ran."""
+    inner = GlooTransport.exchange
+
+    def exchange(transport: Any, *messages: list[Message]) -> Any:
+        if dist.get_rank() == 1 and messages[0][0].what.startswith("backward"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(transport, *messages)
+
+    with launcher(driver_of), mock.patch.object(GlooTransport, "exchange", exchange):
+        host.select("cpp")
+        plan = new_plan(group, dist.get_world_size(group))
+        with pytest.raises(RingError) as caught:
+            step(plan, 0, with_sink=False)
+        return str(caught.value), host.counts()["replayed"] == 2
+
+
+def test_a_rank_that_dies_in_a_program_is_named(
+    host_library: Any, fake_library: FakeKernels
+) -> None:
+    """With the direction and the hop, within the timeout."""
+    del host_library  # built before the ranks need it
+    results = sacrifice(3, 10.0, _dies, fake_library.library._name, lost=1)
+    for rank in (0, 2):
+        error, replayed = results[rank]  # type: ignore[misc]
+        assert replayed
+        assert re.match(rf"rank {rank}: backward hop \d: (K/V|dK/dV), .* rank \d", error), error
+    assert any("rank 1" in results[rank][0] for rank in (0, 2))  # type: ignore[index]
 
 
 @pytest.mark.usefixtures("kernels")
