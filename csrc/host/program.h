@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
 #include <ATen/ops/sum.h>
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
@@ -36,7 +37,22 @@ enum Opcode : int64_t {
   kMemoryOps,
   kSumColumns,
   kAllocate,
-  kFree
+  kFree,
+  kAdd,
+  kGatherRows,
+  kAddRows,
+  kExchange,
+  kWaitExchange
+};
+
+// What sends and receives the messages of one call of a ring. Exchanges have numbers, from 0 on.
+class Messages {
+ public:
+  virtual ~Messages() = default;
+  // tensors: those that it sends, then those that it receives
+  virtual void start(int64_t exchange, Tensors tensors) = 0;
+  // On return, later work of the current stream may use the tensors.
+  virtual void wait(int64_t exchange) = 0;
 };
 
 // Reads words of a program, in place.
@@ -93,10 +109,11 @@ struct Program {
   }
 
   // The results of a call. `tensors` are its inputs; an undefined one has no step that reads it.
-  // waits: of a ring's earlier calls.
+  // waits: of a ring's earlier calls. messages: of a call that sends some.
   //
   // Throws Refused: the driver refuses a call.
-  Tensors run(Tensors tensors, Stream stream, Waits waits = {}) const {
+  Tensors run(Tensors tensors, Stream stream, Waits waits = {},
+              Messages* messages = nullptr) const {
     auto const options = tensors.front().options();
     Reader in(words);
     auto const view = [&] { return read_view(in, tensors); };
@@ -132,6 +149,32 @@ struct Program {
           at::sum_out(target, view(), 1);  // target[i] = the sum of source[i]
           break;
         }
+        case kAdd: {
+          at::Tensor target = view();
+          target.add_(view());
+          break;
+        }
+        case kGatherRows: {  // target[i] = source[index[i]]
+          at::Tensor target = view(), source = view();
+          at::index_select_out(target, source, 0, view());
+          break;
+        }
+        case kAddRows: {  // target[index[i]] += source[i]
+          at::Tensor target = view(), source = view();
+          target.index_add_(0, view(), source);
+          break;
+        }
+        case kExchange: {
+          TORCH_CHECK(messages, "a program sends messages, and its call has none");
+          int64_t const exchange = in.word();
+          Tensors moved;
+          for (int64_t more = in.word(); more; --more) moved.push_back(view());
+          messages->start(exchange, std::move(moved));
+          break;
+        }
+        case kWaitExchange:
+          messages->wait(in.word());
+          break;
         default:
           TORCH_CHECK(false, "a program has an unknown step, ", opcode);
       }

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "host/ops.h"
+#include "host/python_objects.h"
 
 namespace ringfa3::host {
 
@@ -118,14 +119,37 @@ inline PyObject* words_of(PyObject*, PyObject* capsule) {
   return PyBytes_FromStringAndSize(reinterpret_cast<char const*>(held->words.data()), size);
 }
 
-// run(program, inputs: tuple[torch.Tensor | None, ...], stream: int, waits: tuple[int, int, int])
-// gives the outputs, or (name, status) of a call that the driver refuses.
+// An object of Python with the methods of `Messages`.
+class PythonMessages : public Messages {
+ public:
+  explicit PythonMessages(PyObject* messages) : messages_(messages) {}
+
+  void start(int64_t exchange, Tensors tensors) override {
+    py::gil_scoped_acquire const gil;
+    py::list moved;
+    for (auto& x : tensors) moved.append(checked(THPVariable_Wrap(std::move(x))));
+    checked(PyObject_CallMethod(messages_, "start", "LO", static_cast<long long>(exchange),
+                                moved.ptr()));
+  }
+
+  void wait(int64_t exchange) override {
+    py::gil_scoped_acquire const gil;
+    checked(PyObject_CallMethod(messages_, "wait", "L", static_cast<long long>(exchange)));
+  }
+
+ private:
+  PyObject* const messages_;
+};
+
+// run(program, inputs: tuple[torch.Tensor | None, ...], stream: int, waits: tuple[int, int, int],
+// messages: object = None) gives the outputs, or (name, status) of a call that the driver refuses.
+// It raises what `messages` raises.
 inline PyObject* run(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *capsule, *inputs;
+  PyObject *capsule, *inputs, *sender = Py_None;
   unsigned long long stream, compute, kv, gradients;
-  if (!PyArg_ParseTuple(args, "OO!K(KKK)", &capsule, &PyTuple_Type, &inputs, &stream, &compute, &kv,
-                        &gradients)) {
+  if (!PyArg_ParseTuple(args, "OO!K(KKK)|O", &capsule, &PyTuple_Type, &inputs, &stream, &compute,
+                        &kv, &gradients, &sender)) {
     return nullptr;
   }
   auto const program = held_program(capsule);
@@ -137,11 +161,12 @@ inline PyObject* run(PyObject*, PyObject* args) {
   }
   if (!wanted) ++host().counts.replayed;  // else the call counts as one that asks for a program
   Tensors results;
+  PythonMessages messages(sender);
   try {
     WithoutGil const released;
     at::AutoDispatchBelowADInplaceOrView const below;
     results = program->run(std::move(tensors), {reinterpret_cast<void*>(stream), 0},
-                           {compute, kv, gradients});
+                           {compute, kv, gradients}, sender == Py_None ? nullptr : &messages);
   } catch (Refused const& refused) {
     return Py_BuildValue("(si)", refused.what(), refused.status);
   }

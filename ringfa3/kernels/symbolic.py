@@ -60,6 +60,18 @@ class Builder(Protocol):
     def sum_columns(self, target: SymbolicTensor, source: SymbolicTensor) -> None:
         """Stores the sum of source[i] in target[i]."""
 
+    def add_to(self, target: SymbolicTensor, source: SymbolicTensor) -> None: ...
+
+    def gather_rows(
+        self, target: SymbolicTensor, source: SymbolicTensor, index: SymbolicTensor
+    ) -> None:
+        """Stores source[index[i]] in target[i]."""
+
+    def add_rows(
+        self, target: SymbolicTensor, source: SymbolicTensor, index: SymbolicTensor
+    ) -> None:
+        """Adds source[i] to target[index[i]]; no row comes twice."""
+
     def launch(self, unit: Unit, name: str, args: bytes) -> None:
         """A launch of ringfa3_NAME of a unit, whose addresses may be symbolic."""
 
@@ -163,7 +175,11 @@ class SymbolicTensor:
         self.is_cuda = device.type == "cuda"
 
     @classmethod
-    def __torch_function__(cls, func: Any, *_: Any) -> Any:
+    def __torch_function__(cls, func: Any, _: Any, given: Any, options: Any = None) -> Any:
+        if func is torch.index_select:
+            source, dim, index = given
+            if dim == 0:
+                return options["out"]._gather(source, index)
         raise ScheduleError(f"it calls {getattr(func, '__name__', func)}")
 
     def __getattr__(self, name: str) -> Any:
@@ -280,6 +296,24 @@ class SymbolicTensor:
         self.builder.zero(self)
         return self
 
+    def add_(self, other: Any) -> Any:
+        if not isinstance(other, SymbolicTensor) or other.shape != self.shape:
+            raise ScheduleError("it adds what is no tensor of the call, or broadcasts")
+        self.builder.add_to(self, other)
+        return self
+
+    def index_add_(self, dim: int, index: Any, source: Any) -> Any:
+        if dim or not isinstance(index, SymbolicTensor):
+            raise ScheduleError("it adds rows by an index that is no table, or not along rows")
+        self.builder.add_rows(self, source, index)
+        return self
+
+    def _gather(self, source: Any, index: Any) -> Any:
+        if not isinstance(index, SymbolicTensor):
+            raise ScheduleError("it gathers rows by an index that is no table")
+        self.builder.gather_rows(self, source, index)
+        return self
+
     def sum(self, dim: int) -> Any:
         if self.dim() != 2 or dim != 1:
             raise ScheduleError("it sums what is no matrix, or not along its rows")
@@ -328,6 +362,15 @@ def symbolic_input(builder: Builder, number: int, x: torch.Tensor | None) -> tor
         return None
     base = Base.of(number, x.data_ptr() % ALIGNMENT)
     return as_tensor(SymbolicTensor(builder, base, x.shape, x.stride(), x.dtype, x.device))
+
+
+def indices_at(address: int, count: int) -> torch.Tensor:
+    """(count,) int64 in a table at a symbolic address, for the builder of this thread."""
+    base, device = Base((address >> OFFSET_BITS) - 1, address), torch.device("cpu")
+    begin = address & ((1 << OFFSET_BITS) - 1)
+    base = Base(base.number, address - begin)
+    whole = SymbolicTensor(current_builder(), base, (count,), (1,), torch.int64, device)
+    return as_tensor(whole.as_strided((count,), (1,), begin // whole.itemsize))
 
 
 def as_tensor(x: SymbolicTensor) -> torch.Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,7 @@ LONGER = timedelta(minutes=10)
 HEAD_START = 6000
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One tensor to or from a peer.
 
     tensor  contiguous, sent or filled
@@ -188,6 +187,27 @@ class _GlooExchange:
         self._transport.under_way.discard(self)
 
 
+class _Posted(NamedTuple):
+    """Messages under way over NCCL.
+
+    time             when they were posted
+    call             of `Peers`
+    sends, receives  what and peer of each
+    """
+
+    time: float
+    call: int
+    work: dist.Work
+    sends: Sequence[tuple[str, int]]
+    receives: Sequence[tuple[str, int]]
+
+    def what(self, ranks: Sequence[int]) -> str:
+        """For error messages. ranks: global ranks of peers."""
+        both = (self.sends, "sending to"), (self.receives, "receiving from")
+        each = (f"{what}, {verb} rank {ranks[peer]}" for x, verb in both for what, peer in x)
+        return "; ".join(each)
+
+
 class NcclTransport:
     """CUDA memory. A wait orders streams and returns at once. NCCL's kernel has a head start on
     those that the caller starts next.
@@ -195,17 +215,19 @@ class NcclTransport:
     A thread watches the messages, except those in a CUDA graph. If they are overdue, or another
     rank has given up, it interrupts the caller and then aborts the communicator, which ends its
     kernels. NCCL's own watchdog would end the process, so its timeout here is a longer one.
+
+    No exchange wakes the thread: it would compete for the GIL with the caller, who issues the next
+    kernel. Messages of a communicator end in the order in which they were posted, so the thread
+    queries few of them.
     """
 
     def __init__(self, group: Peers, p2p: dist.ProcessGroup) -> None:
         self.group, self.p2p = group, p2p
-        self.posted: queue.SimpleQueue[tuple[float, list[dist.Work], str] | None]
-        self.posted = queue.SimpleQueue()
-        self._calls: deque[int] = deque()  # of the exchanges that are under way
+        self._posted: deque[_Posted] = deque()  # those under way
         self._look = threading.Event()  # the watching thread looks at once: the caller waits
         self._progress = 0.0  # when the latest exchange ended
         self._aborting = threading.Lock()  # a look at a work while it is aborted ends the process
-        self._ended = False
+        self._ended = self._closing = False
         self._limit = timedelta()
         self._extend_limit()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="ringfa3-nccl")
@@ -214,8 +236,9 @@ class NcclTransport:
     def completed_before(self, call: int) -> bool:
         """As `Transport.completed_before`."""
         self._look.set()
-        calls = list(self._calls)
-        return not calls or calls[0] >= call
+        with suppress(IndexError):  # the watching thread may take the last one meanwhile
+            return self._posted[0].call >= call
+        return True
 
     def abort(self) -> None:
         """As `Transport.abort`; the watchdog of an aborted communicator ends in peace."""
@@ -224,10 +247,10 @@ class NcclTransport:
                 return
             self._ended = True
             end_group(self.p2p, lost=True)
-        self.posted.put(None)
+        self._close()
 
     def close(self, lost: bool) -> None:
-        self.posted.put(None)
+        self._close()
         self._thread.join(JOIN_S)  # messages under way have that long to arrive
         with self._aborting:
             if not self._ended:
@@ -235,8 +258,12 @@ class NcclTransport:
                 end_group(self.p2p, lost)
         del self.p2p
 
+    def _close(self) -> None:
+        self._closing = True
+        self._look.set()
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        ranks, works = self.group.ranks, []
+        works: list[dist.Work] = []
         if sends or receives:
             device = (*sends, *receives)[0].tensor.device
             self.p2p._start_coalescing(device)
@@ -246,34 +273,38 @@ class NcclTransport:
                 self.p2p.recv([m.tensor], m.peer, m.tag)
             works = [self.p2p._end_coalescing(device)]
             if not torch.cuda.is_current_stream_capturing():  # captured events cannot be queried
-                what = [f"{m.what}, sending to rank {ranks[m.peer]}" for m in sends]
-                what += [f"{m.what}, receiving from rank {ranks[m.peer]}" for m in receives]
-                self._calls.append(self.group.call)
-                self.posted.put((time.monotonic(), works, "; ".join(what)))
+                what = [(m.what, m.peer) for m in sends], [(m.what, m.peer) for m in receives]
+                self._posted.append(_Posted(time.monotonic(), self.group.call, works[0], *what))
             torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
         return _NcclExchange(works)
 
     def _watch(self) -> None:
         with relaxed_capture():  # a query of an event would end a capture of another thread
-            while (exchange := self.posted.get()) is not None:
-                posted, works, what = exchange
-                with suppress(RuntimeError):  # of the device: the main thread's next call raises it
-                    self._watch_exchange(posted, works, what)
-                self._calls.popleft()
-                self._progress = time.monotonic()
+            while self._posted or not self._closing:
+                self._look.wait(POLL_S)
+                self._look.clear()
+                self._forget_completed()
+                if self._posted:
+                    self._check_oldest(self._posted[0])
 
-    def _watch_exchange(self, posted: float, works: Sequence[dist.Work], what: str) -> None:
-        """Returns once the works are done, or have been given up."""
+    def _forget_completed(self) -> None:
+        under_way = list(self._posted)
+        ended = bisect_left(under_way, True, key=lambda x: not self._completed(x.work))
+        for _ in range(ended):
+            self._posted.popleft()
+        if ended:
+            self._progress = time.monotonic()
+
+    def _check_oldest(self, oldest: _Posted) -> None:
+        """Gives up messages that are overdue, or will never come."""
         group = self.group
-        while not self._completed(works):
-            waited = time.monotonic() - max(posted, self._progress)
-            limit = self._extend_limit()
-            failure = group.failure or group.peer_failure()
-            if waited > limit or (failure is not None and waited > GRACE_S):
-                group.lose(gave_up(what, failure) if failure else timed_out(what, limit))
-                self.abort()
-            self._look.wait(POLL_S)
-            self._look.clear()
+        waited = time.monotonic() - max(oldest.time, self._progress)
+        limit = self._extend_limit()
+        failure = group.failure or group.peer_failure()
+        if waited > limit or (failure is not None and waited > GRACE_S):
+            what = oldest.what(group.ranks)
+            group.lose(gave_up(what, failure) if failure else timed_out(what, limit))
+            self.abort()
 
     def _extend_limit(self) -> float:
         """The group's timeout in seconds, which users may change."""
@@ -284,9 +315,11 @@ class NcclTransport:
             own._set_default_timeout(limit + LONGER)
         return limit.total_seconds()
 
-    def _completed(self, works: Sequence[dist.Work]) -> bool:
-        with self._aborting:
-            return self._ended or all(w.is_completed() for w in works)
+    def _completed(self, work: dist.Work) -> bool:
+        """Also those that the device has lost: the main thread's next call raises its error."""
+        with self._aborting, suppress(RuntimeError):
+            return self._ended or work.is_completed()
+        return True
 
 
 class _NcclExchange:

@@ -13,25 +13,38 @@ their peers in the exchange of the same number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
 from ringfa3.attention_op import with_columns
 from ringfa3.kernels.dispatch import select_local_kv
 from ringfa3.kernels.reference import accum_dtype
-from ringfa3.pass_interface import Attend, HopTensors, LocalHeads
+from ringfa3.kernels.symbolic import current_builder
+from ringfa3.pass_interface import Attend, HopTensors, HostCode, LocalHeads
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.planning.exchange.launch_exchange import LaunchExchange
+from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.planning.tiling import Plan
-from ringfa3.ring.levels.flow_messages import UNPUBLISHED, FlowMessages, Messages, Regions
+from ringfa3.ring.levels.flow_messages import (
+    UNPUBLISHED,
+    FlowMessages,
+    Messages,
+    Regions,
+    sent_rows,
+)
+from ringfa3.ring.levels.message_program import ScheduledExchange, run_program
 from ringfa3.ring.p2p import Exchange, Transport
 
 
 def start_exchange(transport: Transport, messages: Sequence[Messages]) -> Exchange | None:
     """Starts all messages in one exchange; None if there are none."""
     sends, receives = ([m for groups in messages for m in groups[n]] for n in range(2))
-    return transport.exchange(sends, receives) if sends or receives else None
+    if not sends and not receives:
+        return None
+    if current_builder() is not None:
+        return ScheduledExchange(sends, receives)
+    return transport.exchange(sends, receives)
 
 
 class ArrivingKV:
@@ -46,15 +59,21 @@ class ArrivingKV:
         exchange: LaunchExchange,
         local: Sequence[torch.Tensor],
         pass_type: str,
+        sent: Sequence[RowIndex],
         num_buffers: int = 2,
         regions: Regions = UNPUBLISHED,
     ) -> None:
-        """local: the rank's own rows, (rows, ...) each, contiguous: K and V, or both in one."""
-        self._exchange, self._local, self._pass_type = exchange, local, pass_type
-        self._flows = FlowMessages.of(exchange, local[0].device, "K/V", regions)
+        """local: the rank's own rows, (rows, ...) each, contiguous: K and V, or both in one. sent:
+        `sent_rows`."""
+        self._exchange, self._local = exchange, local
+        self._flows = FlowMessages.of(exchange, sent, pass_type, "K/V", regions)
         landed = [chunk.rows for chunk in exchange.chunks]
-        self._buffers = self._new(exchange.rows[1:], num_buffers)
-        self._scratch = [self._new([flow.scratch_rows], 1)[0] for flow in self._flows]
+        buffers = self._new(exchange.rows[1:], num_buffers)
+        self._received = [
+            [x[:rows] for x in buffers[number % num_buffers]]
+            for number, rows in enumerate(exchange.rows[1:])
+        ]
+        self._scratch = [self._new([flow.parts.scratch_rows], 1)[0] for flow in self._flows]
         self._landed = self._new(landed, 2) if landed else []
 
     def _new(self, rows: Sequence[int], count: int) -> list[list[torch.Tensor]]:
@@ -64,8 +83,7 @@ class ArrivingKV:
 
     def received(self, launch: int) -> list[torch.Tensor]:
         """(rows, ...) for each tensor of `local`: the K/V of a launch >= 1."""
-        buffers = self._buffers[(launch - 1) % len(self._buffers)]
-        return [x[: self._exchange.rows[launch]] for x in buffers]
+        return self._received[launch - 1]
 
     def messages(self, launch: int) -> list[Messages]:
         """What brings the K/V of a launch >= 1, and what lands for the next one; none for the
@@ -73,13 +91,13 @@ class ArrivingKV:
         exchange, found = self._exchange, []
         if launch < len(exchange.rows):
             direct = self._local, self._scratch[0], self.received(launch)
-            found.append(self._flows[0].send(launch, *direct, self._pass_type))
+            found.append(self._flows[0].send(launch, *direct))
         if (chunk := exchange.landing_before(launch)) is not None:
             landing = self._local, self._scratch[1], self._landed[chunk % 2]
-            found.append(self._flows[1].send(chunk, *landing, self._pass_type))
+            found.append(self._flows[1].send(chunk, *landing))
         if (chunk := exchange.landed_for(launch)) is not None:
             onward = self._landed[chunk % 2], self._scratch[2], self.received(launch)
-            found.append(self._flows[2].send(launch, *onward, self._pass_type))
+            found.append(self._flows[2].send(launch, *onward))
         return found
 
 
@@ -96,10 +114,15 @@ class ReturningGradients:
     """
 
     def __init__(
-        self, k: torch.Tensor, exchange: LaunchExchange, regions: Regions = UNPUBLISHED
+        self,
+        k: torch.Tensor,
+        exchange: LaunchExchange,
+        sent: Sequence[RowIndex],
+        regions: Regions = UNPUBLISHED,
     ) -> None:
+        """sent: `sent_rows`."""
         self._exchange = exchange
-        self._flows = FlowMessages.of(exchange, k.device, "dK/dV", regions)
+        self._flows = FlowMessages.of(exchange, sent, "backward", "dK/dV", regions)
         shape, dtype = (2, *k.shape[1:]), accum_dtype(k.dtype)
         self.local = k.new_empty((len(k), *shape), dtype=dtype)
         rows = [max(exchange.rows[1:][n::2], default=0) for n in range(2)]
@@ -159,7 +182,7 @@ class ReturningGradients:
     def last_heads(self) -> torch.Tensor:
         """(local_keys, 2, heads, d) for the heads that come last, to be stored."""
         if self._adds_last_heads:
-            return torch.empty_like(self._last_heads, memory_format=torch.contiguous_format)
+            return self._last_heads.new_empty(self._last_heads.shape)
         return self._last_heads
 
     def add_last_heads(self, stored: torch.Tensor) -> None:
@@ -185,17 +208,28 @@ class P2PRingPass:
         """As `RingPass.hops`."""
         return self._exchange.hops
 
-    def run_schedule(self, *_: object) -> None:
-        """As `RingPass.run_schedule`: the C++ launcher sends no messages."""
+    def run_schedule(
+        self,
+        k: torch.Tensor,
+        inputs: tuple[torch.Tensor | None, ...],
+        settings: Hashable,
+        code: HostCode,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """As `RingPass.run_schedule`. Python runs the backward of 8 bits."""
+        if self.precision != "native":
+            return None
+        given = self._transport, self._plan, self._pass_type
+        return run_program(*given, k, inputs, settings, code)
 
     def start(self, k: torch.Tensor, v: torch.Tensor, waits_in_kernel: bool = False) -> None:
         """As `RingPass.start`; makes the buffers. `run` starts all transfers."""
         self._local, self._v_dim = (k, with_columns(v, k.shape[2])), v.shape[2]
         contiguous = [x.contiguous() for x in self._local]
         kv, grads = self._regions(k, v)
-        self._kv = ArrivingKV(self._exchange, contiguous, self._pass_type, regions=kv)
+        sent = sent_rows(self._exchange, k.device)
+        self._kv = ArrivingKV(self._exchange, contiguous, self._pass_type, sent, regions=kv)
         if self._pass_type == "backward":
-            self._grads = ReturningGradients(k, self._exchange, grads)
+            self._grads = ReturningGradients(k, self._exchange, sent, grads)
             self.first_heads = self._grads.first_heads
 
     def _regions(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Regions, Regions]:
@@ -213,8 +247,10 @@ class P2PRingPass:
             moving = start_exchange(self._transport, messages)
             kv = self._kv.received(launch) if launch else self._local
             dkv = self._grads.of_launch(launch).unbind(1) if backward else ()
-            heads = slice(0, self.first_heads if launch == 0 and self.first_heads else None)
-            attend(launch, HopTensors.of(x[:, heads] for x in (*kv, *dkv)))
+            tensors = [*kv, *dkv]
+            if launch == 0 and self.first_heads:
+                tensors = [x[:, : self.first_heads] for x in tensors]
+            attend(launch, HopTensors.of(tensors))
             if moving is not None:
                 moving.wait()
             if backward:

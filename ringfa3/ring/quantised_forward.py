@@ -24,7 +24,7 @@ from ringfa3.planning.exchange.landing import HostRanks
 from ringfa3.planning.placement.costs import Ints
 from ringfa3.quantisation.channels import ChannelStatistics, KVCentres
 from ringfa3.quantisation.key_tiles import KEY_TILE, KeyTiles
-from ringfa3.ring.levels.flow_messages import STATISTICS
+from ringfa3.ring.levels.flow_messages import STATISTICS, sent_rows
 from ringfa3.ring.p2p import Message, Transport
 from ringfa3.ring.p2p_pass import ArrivingKV, start_exchange
 
@@ -74,7 +74,8 @@ def run_quantised_forward(
     local = k.new_empty((len(records.k), sum(records.words)), dtype=torch.int32)
     records.pack(local)
     # A launch unpacks its K/V before the next ones arrive, so one buffer is enough.
-    arriving = ArrivingKV(exchange, [local], "forward", num_buffers=1)
+    sent = sent_rows(exchange, k.device)
+    arriving = ArrivingKV(exchange, [local], "forward", sent, num_buffers=1)
     queries = kernel.quantise_q(q, centres)
     single = hops.single_hop(kernel.tile_m)
     partial_out = out[:0] if single else kernel.new_partial_out(q, hops)

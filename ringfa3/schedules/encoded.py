@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from ringfa3.kernels.symbolic import Shape, Symbol
 from ringfa3.kernels.uploads import TableRef
 from ringfa3.schedules.settings import Settings
+
+if TYPE_CHECKING:
+    from ringfa3.schedules.steps import MessageTo
 
 Wait: TypeAlias = tuple[str, int]  # what for, and the rank that ends it
 
@@ -36,6 +40,7 @@ class EncodedSchedule:
     symbol_of  numbers of these symbols
     parts, tables, held, waits
                as in `schedule.Schedule`
+    exchanges  of each one the messages that it sends, and those that it receives
     spec       of a ring call: what it needs of its transport, a `BufferSpec`
     settings   of a ring call: on which ranks agree
     forward_mode
@@ -50,6 +55,7 @@ class EncodedSchedule:
     tables: tuple[TableRef, ...]
     held: tuple[object, ...]
     waits: tuple[tuple[int, tuple[Wait, ...]], ...]
+    exchanges: tuple[tuple[Sequence[MessageTo], Sequence[MessageTo]], ...] = ()
     spec: Any = None
     settings: Settings | None = None
     forward_mode: str | None = None

@@ -229,7 +229,15 @@ def memory_of(
 ) -> tuple[torch.Tensor, ...]:
     """The memory of a program: parts, then tables, which are uploaded."""
     tables = [table.copy.on(stream).memory for table in schedule.tables]
-    return *map(addresses.tensor_of, schedule.parts), *tables
+
+    def tensor_of(part: Part) -> torch.Tensor:
+        name, *rest = part.symbol
+        if name != "table":
+            return addresses.tensor_of(part)
+        table = tables[rest[0]].view(part.dtype)
+        return table[part.offset :].as_strided(part.shape, part.stride)
+
+    return *map(tensor_of, schedule.parts), *tables
 
 
 def link_arguments(

@@ -35,19 +35,26 @@ from ringfa3.kernels.symbolic import (
 from ringfa3.kernels.uploads import TableRef
 from ringfa3.schedules.encoded import EncodedSchedule, Part, Wait
 from ringfa3.schedules.steps import (
+    ADD,
+    ADD_ROWS,
     ALLOCATE,
     COPY,
     FREE,
+    GATHER_ROWS,
     POINTER,
     POINTERS,
     SUM_COLUMNS,
     Combine,
+    CombineRows,
     DriverCall,
+    Exchange,
     Fill,
     Launch,
     MemoryOps,
+    MessageTo,
     Step,
     View,
+    WaitExchange,
     Words,
 )
 
@@ -124,6 +131,7 @@ class Schedule(NamedTuple):
             tuple(self.tables),
             tuple(self.held),
             tuple((stream, tuple(waits)) for stream, waits in self.waits.items()),
+            tuple((x.sends, x.receives) for x in self.steps if isinstance(x, Exchange)),
         )
 
     def text(self) -> str:
@@ -208,6 +216,35 @@ class ScheduleBuilder:
 
     def sum_columns(self, target: SymbolicTensor, source: SymbolicTensor) -> None:
         self._made.steps.append(Combine(SUM_COLUMNS, self._view(target), self._view(source)))
+
+    def add_to(self, target: SymbolicTensor, source: SymbolicTensor) -> None:
+        if target.numel():
+            self._made.steps.append(Combine(ADD, self._view(target), self._view(source)))
+
+    def gather_rows(
+        self, target: SymbolicTensor, source: SymbolicTensor, index: SymbolicTensor
+    ) -> None:
+        views = map(self._view, (target, source, index))
+        self._made.steps.append(CombineRows(GATHER_ROWS, *views))
+
+    def add_rows(
+        self, target: SymbolicTensor, source: SymbolicTensor, index: SymbolicTensor
+    ) -> None:
+        views = map(self._view, (target, source, index))
+        self._made.steps.append(CombineRows(ADD_ROWS, *views))
+
+    def exchange(
+        self,
+        tensors: Sequence[SymbolicTensor],
+        sends: Sequence[MessageTo],
+        receives: Sequence[MessageTo],
+    ) -> Callable[[], None]:
+        """Starts messages of tensors, those that it sends first. Returns what waits for them."""
+        steps = self._made.steps
+        number = sum(isinstance(step, Exchange) for step in steps)
+        made = Exchange(number, tuple(map(self._view, tensors)), tuple(sends), tuple(receives))
+        steps.append(made)
+        return lambda: steps.append(WaitExchange(made))
 
     def launch(self, unit: Unit, name: str, args: bytes) -> None:
         if name not in POINTERS:

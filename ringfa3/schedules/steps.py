@@ -29,6 +29,8 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
 }
 POINTERS = {name: pointer_offsets(structure) for name, structure in STRUCTURES.items()}
 LAUNCH, ZERO, COPY, DRIVER_CALL, MEMORY_OPS, SUM_COLUMNS, ALLOCATE, FREE = range(8)  # in words
+ADD, GATHER_ROWS, ADD_ROWS, EXCHANGE, WAIT_EXCHANGE = range(8, 13)
+COMBINED = {COPY: "copy", SUM_COLUMNS: "sum columns", ADD: "add"}
 POINTER = 8  # bytes
 DRIVER_WORDS = 4  # arguments of a driver call, at most
 OPERATION_WORDS = 6  # of cuda_driver.MemoryOp
@@ -149,7 +151,8 @@ class Fill(NamedTuple):
 
 
 class Combine(NamedTuple):
-    """COPY: the source in the target. SUM_COLUMNS: target[i] is the sum of source[i]."""
+    """COPY: the source in the target. SUM_COLUMNS: target[i] is the sum of source[i]. ADD: the
+    source is added to the target."""
 
     operation: int
     target: View
@@ -162,8 +165,81 @@ class Combine(NamedTuple):
         yield from (self.target.tensor, self.source.tensor)
 
     def text(self, names: Sequence[str]) -> str:
-        name = "copy" if self.operation == COPY else "sum columns"
+        name = COMBINED[self.operation]
         return f"{name} {self.target.text(names)} <- {self.source.text(names)}"
+
+
+class CombineRows(NamedTuple):
+    """GATHER_ROWS: target[i] is source[rows[i]]. ADD_ROWS: source[i] is added to
+    target[rows[i]]."""
+
+    operation: int
+    target: View
+    source: View
+    rows: View
+
+    def encode(self, words: Words) -> None:
+        words.add(self.operation)
+        for view in (self.target, self.source, self.rows):
+            words.add(*view.words())
+
+    def tensors(self) -> Iterator[int]:
+        yield from (self.target.tensor, self.source.tensor, self.rows.tensor)
+
+    def text(self, names: Sequence[str]) -> str:
+        name = "gather rows" if self.operation == GATHER_ROWS else "add rows"
+        target, source, rows = (x.text(names) for x in self[1:])
+        return f"{name} {target} <- {source} by {rows}"
+
+
+class MessageTo(NamedTuple):
+    """What a message has besides its tensor; as in `ringfa3.ring.p2p.Message`."""
+
+    peer: int
+    what: str
+    tag: int
+
+
+class Exchange(NamedTuple):
+    """Starts messages, which use the views until `WaitExchange` of the same number.
+
+    sends, receives  of each message
+    """
+
+    number: int
+    views: tuple[View, ...]
+    sends: tuple[MessageTo, ...]
+    receives: tuple[MessageTo, ...]
+
+    def encode(self, words: Words) -> None:
+        words.add(EXCHANGE, self.number, len(self.views))
+        for view in self.views:
+            words.add(*view.words())
+
+    def tensors(self) -> Iterator[int]:
+        return (view.tensor for view in self.views)
+
+    def text(self, names: Sequence[str]) -> str:
+        verbs = ["to"] * len(self.sends) + ["from"] * len(self.receives)
+        each = zip(self.views, verbs, (*self.sends, *self.receives), strict=True)
+        moved = (f"{view.text(names)} {verb} rank {m.peer}" for view, verb, m in each)
+        line = f"exchange {self.number}: {', '.join(moved)}"
+        return textwrap.fill(line, LINE, subsequent_indent="    ", break_on_hyphens=False)
+
+
+class WaitExchange(NamedTuple):
+    """Waits for the messages of an exchange."""
+
+    exchange: Exchange
+
+    def encode(self, words: Words) -> None:
+        words.add(WAIT_EXCHANGE, self.exchange.number)
+
+    def tensors(self) -> Iterator[int]:
+        return self.exchange.tensors()
+
+    def text(self, _: Sequence[str]) -> str:
+        return f"wait for exchange {self.exchange.number}"
 
 
 class DriverCall(NamedTuple):
@@ -220,7 +296,9 @@ class MemoryOps(NamedTuple):
         return self.description
 
 
-Step: TypeAlias = Launch | Fill | Combine | DriverCall | MemoryOps
+Step: TypeAlias = (
+    Launch | Fill | Combine | CombineRows | Exchange | WaitExchange | DriverCall | MemoryOps
+)
 
 
 def pointer_names(structure: type[ctypes.Structure], prefix: str = "") -> Iterator[str]:

@@ -1,8 +1,9 @@
 """If this fails, ring calls that start in C++ compute other bits than those that start in Python.
-Rings over `symmetric` whose calls start in C++, against those that start in Python, bit for bit.
+Rings whose calls start in C++, against those that start in Python, bit for bit.
 
-Each rank has a GPU of its own or, where there are too few, all ranks share the first one: their
-memory, signals and driver calls are the same there, and only their kernels take turns.
+Over `nccl` each rank has a GPU of its own. So it has over `symmetric` or, where there are too few,
+all ranks share the first one: their memory, signals and driver calls are the same there, and only
+their kernels take turns.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ringfa3.build.host_library import ensure_host_library
 from ringfa3.symmetric import self_test
 from ringfa3.symmetric.forward_mode import FORWARD_MODE_ENV, FORWARD_MODES
 from tests.gpu.test_gpu_symmetric import Layer
+from tests.support import gpus
 from tests.support.gpus import Worker, require_gpus, worlds
 from tests.support.ranks import free_port
 
@@ -49,7 +51,7 @@ def _run(layer: Layer, scale: float) -> Results:
     """Out and gradients of the rank's tokens, with q times `scale`."""
     q, k, v = (x.detach().clone() for x in layer.mine)
     leaves = [x.requires_grad_() for x in (q * scale, k, v)]
-    out = ring_attn_func(*leaves, layer.plan, deterministic=True, transport="symmetric")
+    out = ring_attn_func(*leaves, layer.plan, deterministic=True, transport=layer.transport)
     assert isinstance(out, torch.Tensor)
     out.backward(layer.plan.shard(layer.dout))
     return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
@@ -63,26 +65,45 @@ def _replays(rank: int, world: int) -> None:
         host.select("python")
         layers = [Layer(rng, longest=400) for _ in range(LAYERS)]
         wanted = [[_run(layer, scale) for scale in (1.0, 0.5)] for layer in layers]
-        host.select("cpp")
-        before = host.counts()["replayed"]
-        for turn in range(TURNS):
-            for number, layer in enumerate(layers):
-                got = _run(layer, (1.0, 0.5)[turn // 2 % 2])
-                names = zip(("out", "dq", "dk", "dv"), got, strict=True)
-                for (name, x), y in zip(names, wanted[number][turn // 2 % 2], strict=True):
-                    assert torch.equal(x, y), f"{kind}, turn {turn}, layer {number}: {name}"
-            layers[0].forward()  # an odd call: the next turn has the other parity
-        replayed = host.counts()["replayed"] - before
-        assert replayed >= 2 * LAYERS * (TURNS - 2), f"{kind}: {replayed} calls were replayed"
+        _take_turns(layers, wanted, kind)
     for layer in layers:
         layer.forward()
         layer.backward()
         layer.check()
 
 
-def _memory(rank: int, world: int) -> None:
+def _take_turns(layers: list[Layer], wanted: list[list[Results]], kind: str) -> None:
+    """Compares calls in C++ with the results of scales 1 and 0.5."""
+    host.select("cpp")
+    before = host.counts()["replayed"]
+    for turn in range(TURNS):
+        for number, layer in enumerate(layers):
+            got = _run(layer, (1.0, 0.5)[turn // 2 % 2])
+            names = zip(("out", "dq", "dk", "dv"), got, strict=True)
+            for (name, x), y in zip(names, wanted[number][turn // 2 % 2], strict=True):
+                assert torch.equal(x, y), f"{kind}, turn {turn}, layer {number}: {name}"
+        layers[0].forward()  # an odd call: the next turn has the other parity
+    replayed = host.counts()["replayed"] - before
+    assert replayed >= 2 * LAYERS * (TURNS - 2), f"{kind}: {replayed} calls were replayed"
+
+
+class OverNccl(Layer):
+    transport = "nccl"
+
+
+def _messages(rank: int, world: int) -> None:
+    """As `_replays`, over `nccl`."""
+    rng = random.Random(world)
+    host.select("python")
+    layers: list[Layer] = [OverNccl(rng, longest=400) for _ in range(LAYERS)]
+    wanted = [[_run(layer, scale) for scale in (1.0, 0.5)] for layer in layers]
+    _take_turns(layers, wanted, "messages")
+    _memory(rank, world, OverNccl)
+
+
+def _memory(rank: int, world: int, layer_type: type[Layer] = Layer) -> None:
     """A step that is replayed needs no more memory than Python's, beside 1 MiB."""
-    layer = Layer(random.Random(0), lengths=[2048 * world])
+    layer = layer_type(random.Random(0), lengths=[2048 * world])
     peaks = []
     for which in host.HOSTS:
         host.select(which)
@@ -119,6 +140,12 @@ def _enter(rank: int, world: int, port: int, function: Worker) -> None:
 @worlds(2, 3, 4)
 def test_ring_programs(world: int) -> None:
     spawn(_replays, world)
+
+
+@worlds(2, 4)
+def test_programs_of_messages(world: int) -> None:
+    ensure_host_library()  # before the ranks need it
+    gpus.spawn(_messages, world)
 
 
 @worlds(2, soak=(4,))

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringfa3 import plan_context, ring_attn_func
+from ringfa3.planning.row_exchange import RowIndex
 from ringfa3.planning.tiling import Plan
 from ringfa3.ring import prepare_call
 from ringfa3.ring.agreement import Agreements
 from ringfa3.ring.group import RingGroup
+from ringfa3.ring.levels.flow_messages import FlowParts
 from ringfa3.symmetric import schedule, self_test
 from ringfa3.symmetric.backend import SymmetricBackend
 from ringfa3.symmetric.ipc_memory import IpcMemory
@@ -179,6 +181,8 @@ def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
         mock.patch.object(prepare_call, "select_forward_mode", unexpected),
         mock.patch.object(Plan, "_forward", unexpected),
         mock.patch.object(Plan, "_backward", unexpected),
+        mock.patch.object(FlowParts, "of", unexpected),
+        mock.patch.object(RowIndex, "of_each", unexpected),
     ):
         for _ in range(STEPS):
             step()
@@ -187,5 +191,5 @@ def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_repeated_call_needs_no_agreement(ranks: Processes, world: int) -> None:
-    """Forward and backward use no store, no check and no tiling."""
+    """Forward and backward use no store, no check, no tiling and no new list of messages."""
     assert ranks.run(4, _steps, world)[:world] == [[2 + 2 * STEPS]] * world

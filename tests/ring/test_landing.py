@@ -21,7 +21,7 @@ from ringfa3.pass_interface import Attend, HopTensors
 from ringfa3.planning.context_plan import ContextPlan, plan_context
 from ringfa3.quantisation.key_tiles import KEY_TILE
 from ringfa3.ring import quantised_forward
-from ringfa3.ring.levels.flow_messages import KV, RETURN
+from ringfa3.ring.levels.flow_messages import KV, RETURN, sent_rows
 from ringfa3.ring.p2p_pass import ArrivingKV, P2PRingPass, start_exchange
 from tests.planning.test_tiling import rectangles
 from tests.ring.test_p2p_pass import Sent
@@ -220,7 +220,8 @@ def check_tiles(plans: list[ContextPlan], allowed: Allowed, group_size: int) -> 
     def run(plan: ContextPlan) -> None:
         exchange = plan.by_messages(quantised_forward.launches(plan, group_size), KEY_TILE)
         local, queries = own_tiles(plan), plan.token_index.numpy()
-        arriving = ArrivingKV(exchange, [local], "forward", num_buffers=1)
+        sent = sent_rows(exchange, local.device)
+        arriving = ArrivingKV(exchange, [local], "forward", sent, num_buffers=1)
         transport: Any = Transport(plan.rank, links)
         for launch, tiling in enumerate(exchange.hops.forward(64)):
             kv = arriving.received(launch)[0].clone() if launch else local

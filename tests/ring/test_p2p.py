@@ -26,7 +26,7 @@ class Job:
 
     order     what the transport issued: how many messages, and pauses
     captured  whether the current stream is captured
-    query     `is_completed` of all messages
+    query     `is_completed` of the messages that are posted while it is set
     failure   of a peer
     limits    of NCCL's own watchdog
     """
@@ -51,7 +51,7 @@ class Job:
         """Ends the process group."""
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        return SimpleNamespace(is_completed=lambda: self.query(), wait=lambda: None)
+        return SimpleNamespace(is_completed=self.query, wait=lambda: None)
 
     def abort(self) -> None:
         self.order.append("abort")
@@ -157,12 +157,14 @@ def test_messages_of_a_peer_that_has_given_up_are_aborted(
 
 def test_earlier_messages_pass_before_an_abort(job: Job, transport: NcclTransport) -> None:
     """`completed_before(n)`: of all calls before number n. Nobody looks at aborted works."""
-    job.query = lambda: False
+    first = threading.Event()
+    job.query = first.is_set
     exchange(transport)
     transport.group.call = 2  # type: ignore[misc]
+    job.query = lambda: False
     exchange(transport)
     assert (transport.completed_before(1), transport.completed_before(2)) == (True, False)
-    job.query = lambda: len(transport._calls) > 1
+    first.set()
     until(lambda: transport.completed_before(2))
     assert not transport.completed_before(3)
     transport.abort()
@@ -190,4 +192,19 @@ def test_nobody_queries_captured_messages(job: Job, transport: NcclTransport) ->
     job.captured = False
     exchange(transport)
     until(lambda: len(queries) == 1)
-    assert transport.posted.empty()
+    until(lambda: not transport._posted)
+
+
+def test_the_thread_leaves_the_gil_to_the_caller(
+    job: Job, transport: NcclTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No exchange wakes it, and it looks at few of many messages."""
+    monkeypatch.setattr(p2p, "POLL_S", 60)
+    time.sleep(0.1)  # its poll of before ends
+    queries: list[None] = []
+    job.query = lambda: queries.append(None) is None
+    for _ in range(100):
+        exchange(transport)
+    assert not queries
+    until(lambda: transport.completed_before(2))
+    assert len(queries) < 8

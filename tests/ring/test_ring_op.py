@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -247,7 +246,7 @@ class Late:
     ) -> None:
         self.sends, self.receives = sends, receives
         self.sent = [m.tensor.clone() for m in sends]
-        self.arrived = [replace(m, tensor=torch.empty_like(m.tensor)) for m in receives]
+        self.arrived = [m._replace(tensor=torch.empty_like(m.tensor)) for m in receives]
         for m in receives:
             m.tensor.fill_(torch.nan)
         self.exchange = EXCHANGE(transport, sends, self.arrived)

@@ -53,14 +53,16 @@ uint16_t rounded(float value) {
   return static_cast<uint16_t>(bits >> 16);
 }
 
-void gradient(Tensor3 const& to, Tensor3 const& from, bool float32) {
+// Units that share keys add, as the product's do; others store.
+void gradient(Tensor3 const& to, Tensor3 const& from, bool float32, bool shared) {
   for (int64_t token = 0; token < from.tokens; ++token) {
     for (int64_t head = 0; head < from.heads; ++head) {
       uint16_t const* const x = row(from, token, head);
       for (int c = 0; c < from.head_dim; ++c) {
         int64_t const at = token * to.token_stride + head * to.head_stride + c;
         if (float32) {
-          static_cast<float*>(to.data)[at] += number(x[c]);
+          auto* const sum = static_cast<float*>(to.data) + at;
+          *sum = (shared ? *sum : 0) + number(x[c]);
         } else {
           static_cast<uint16_t*>(to.data)[at] = x[c];
         }
@@ -126,8 +128,10 @@ int preprocess(PreprocessArgs const* a, void* stream) {
 template <int D>
 int backward(BackwardArgs const* a, void* stream) {
   if (int const status = keep("backward", a, stream)) return status < 0 ? 0 : status;
-  gradient(a->dk, a->k, a->float32_grads);
-  gradient(a->dv, a->v, a->float32_grads);
+  bool shared = false;
+  for (int i = 0; i < a->num_work_units; ++i) shared |= (a->work_units[i].flags & kShared) != 0;
+  gradient(a->dk, a->k, a->float32_grads, shared);
+  gradient(a->dv, a->v, a->float32_grads, shared);
   return 0;
 }
 

@@ -1,5 +1,5 @@
-"""Microseconds of the host for a call of a ring over peers' memory, with a driver and kernels that
-do nothing.
+"""Microseconds of the host for a call of a ring, with a driver, messages and kernels that do
+nothing.
 
 `python -m tests.support.ring_host_time` prints the medians of both hosts, in turn: time that the
 thread of one rank runs on the CPU, for an op without the checks and the agreement that Python's
@@ -28,6 +28,8 @@ from ringfa3 import KernelSpec, host, plan_context
 from ringfa3.build.host_library import ensure_host_library
 from ringfa3.planning.context_plan import ContextPlan
 from ringfa3.ring import op
+from ringfa3.ring.p2p import Exchange, FakeTransport, _NcclExchange
+from ringfa3.ring.p2p_pass import P2PRingPass
 from ringfa3.ring.prepare_call import PreparedCall
 from ringfa3.symmetric import cuda_driver
 from ringfa3.symmetric.backend import SymmetricBackend
@@ -58,6 +60,13 @@ PASS_TYPES = {"auto": "forward", "symmetric": "gathered"}  # by transport, which
 MODES = {"forward": "hops", "gathered": "gathered", "backward": "hops"}  # of the environment
 
 
+class NoMessages(FakeTransport):
+    """Messages that take no time, and bring nothing."""
+
+    def exchange(self, *_: object) -> Exchange:
+        return _NcclExchange([])
+
+
 def calls(plan: ContextPlan) -> dict[str, Callable[[], object]]:
     """By pass type."""
     q, dout, out = (torch.randn(TOKENS, HEADS, HEAD_DIM).bfloat16() for _ in range(3))
@@ -68,8 +77,11 @@ def calls(plan: ContextPlan) -> dict[str, Callable[[], object]]:
         pass_type: partial(op.ring_attention, q, k, v, None, *settings, transport)
         for transport, pass_type in PASS_TYPES.items()
     }
+    made["forward by messages"] = partial(op.ring_attention, q, k, v, None, *settings, "nccl")
     inputs = dout, None, q, k, v, out, lse, None
-    return {**made, "backward": partial(op.ring_attention_backward, *inputs, *settings, "auto")}
+    for transport, name in ("auto", "backward"), ("nccl", "backward by messages"):
+        made[name] = partial(op.ring_attention_backward, *inputs, *settings, transport)
+    return made
 
 
 def loaded(cut: int, world: int) -> ContextPlan:
@@ -87,6 +99,8 @@ def prepare(backend: SymmetricBackend, *given: object, **_: object) -> PreparedC
     """In place of `prepare_call`, which takes CPU tensors to gloo."""
     plan, transport, direction = given[3], given[-2], given[-1]
     assert isinstance(plan, ContextPlan)
+    if transport == "nccl":
+        return PreparedCall(plan, str(direction), partial(P2PRingPass, NoMessages()))
     pass_type = PASS_TYPES[str(transport)] if direction == "forward" else "backward"
     return PreparedCall(plan, pass_type, partial(SymmetricRingPass, backend))
 

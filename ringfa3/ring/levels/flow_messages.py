@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from itertools import islice
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ringfa3.kernels.streams import CurrentStream
+from ringfa3.kernels.symbolic import current_builder, indices_at
 from ringfa3.kernels.uploads import Packed, Uploads
 from ringfa3.planning.exchange.launch_exchange import FlowOffsets, LaunchExchange, PeerRows, RowFlow
 from ringfa3.planning.placement.costs import Ints
@@ -18,6 +19,7 @@ from ringfa3.ring.p2p import Message
 
 KV, RETURN, STATISTICS = range(3)  # message tags
 
+T = TypeVar("T")
 Messages: TypeAlias = tuple[list[Message], list[Message]]  # sends and receives
 
 
@@ -30,16 +32,33 @@ class _SentRows:
         self._rows = [rows for rows, run in scattered if run is None]
         self.packed = Packed(*self._rows)
 
-    def at(self, memory: torch.Tensor | None, _address: int) -> list[RowIndex]:
-        assert memory is not None  # no schedule sends messages
+    def at(self, memory: torch.Tensor | None, begin: int) -> list[RowIndex]:
         parts = (
-            memory[offset : offset + rows.nbytes].view(torch.int64)
+            indices_at(begin + offset, len(rows))
+            if memory is None
+            else memory[offset : offset + rows.nbytes].view(torch.int64)
             for offset, rows in zip(self.packed.addresses(0), self._rows, strict=True)
         )
         return [RowIndex(next(parts)) if run is None else run for run in self._runs]
 
 
 _uploaded = Uploads[list[RowIndex]]("rows that messages send")
+# What calls share, by exchange and what it depends on besides.
+_made: WeakKeyDictionary[LaunchExchange, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def _once(exchange: LaunchExchange, key: Hashable, make: Callable[[], T]) -> T:
+    of_exchange = _made.setdefault(exchange, {})
+    found: T | None = of_exchange.get(key)
+    return of_exchange.setdefault(key, make()) if found is None else found
+
+
+def sent_rows(exchange: LaunchExchange, device: torch.device) -> list[RowIndex]:
+    """`RowFlow.sent` of all flows, one after the other, for tensors on a device."""
+    sent = [rows for flow in exchange.flows for rows in flow.sent]
+    if device.type != "cuda" and current_builder() is None:
+        return _once(exchange, device, lambda: RowIndex.of_each(sent, device))
+    return _uploaded.get(exchange, CurrentStream.of(device), (), partial(_SentRows, sent))
 
 
 class Region(NamedTuple):
@@ -59,48 +78,85 @@ Regions: TypeAlias = tuple[Region | None, Region | None]  # of `direct`, and of 
 UNPUBLISHED: Regions = (None, None)
 
 
-class FlowMessages:
-    """The messages of a `RowFlow`, in buffers that the caller gives.
+class _Part(NamedTuple):
+    """Rows [begin, end) to or from a peer. what: for error messages."""
 
+    peer: int
+    begin: int
+    end: int
+    what: str
+
+
+class FlowParts:
+    """What the messages of a `RowFlow` have in every call: by transfer, what leaves and arrives.
+
+    rank          this one
+    first         number of the flow's first transfer in `sent_rows`
+    own           of each transfer: rows that leave and arrive on this rank itself
     scratch_rows  of a buffer for rows that leave and are not consecutive
     """
 
-    def __init__(
-        self,
-        rank: int,
-        flow: RowFlow,
-        sent: Sequence[RowIndex],
-        what: str,
-        region: Region | None = None,
-    ) -> None:
-        """sent: `flow.sent`, for tensors on a device. what: for error messages."""
-        self._rank, self._flow, self._sent, self._what = rank, flow, sent, what
-        self._region = region
-        gathered = zip(flow.sent, sent, strict=True)
-        self.scratch_rows = max((len(s) for s, i in gathered if not i.consecutive), default=0)
+    def __init__(self, rank: int, flow: RowFlow, first: int, what: str) -> None:
+        """what: of the messages, with a gap for the hop."""
+
+        def others(transfers: list[list[PeerRows]]) -> list[list[_Part]]:
+            return [
+                [
+                    _Part(x.peer, x.begin, x.end, what.format(hop=x.hop))
+                    for x in parts
+                    if x.peer != rank
+                ]
+                for parts in transfers
+            ]
+
+        def own(parts: list[PeerRows]) -> slice | None:
+            return next((slice(x.begin, x.end) for x in parts if x.peer == rank), None)
+
+        self.rank, self.flow, self.first = rank, flow, first
+        self.leaving, self.arriving = others(flow.leaving), others(flow.arriving)
+        both = zip(flow.leaving, flow.arriving, strict=True)
+        self.own = [(own(leaving), own(arriving)) for leaving, arriving in both]
+        self.scratch_rows = max(
+            (len(rows) for rows in flow.sent if RowIndex.of_run(rows) is None), default=0
+        )
+
+    @classmethod
+    def of(cls, exchange: LaunchExchange, direction: str, what: str) -> list[FlowParts]:
+        """Of `exchange.flows`."""
+        names = what, f"{what} to land", f"landed {what}"
+        made, first = [], 0
+        for flow, name in zip(exchange.flows, names, strict=False):
+            made.append(cls(exchange.rank, flow, first, f"{direction} hop {{hop}}: {name}"))
+            first += len(flow.sent)
+        return made
+
+
+class FlowMessages(NamedTuple):
+    """The messages of a `RowFlow`, in buffers that the caller gives.
+
+    sent    `sent_rows`, for tensors on the device of these buffers
+    region  where this rank's part of the flow is published
+    """
+
+    parts: FlowParts
+    sent: Sequence[RowIndex]
+    region: Region | None = None
 
     @classmethod
     def of(
         cls,
         exchange: LaunchExchange,
-        device: torch.device,
+        sent: Sequence[RowIndex],
+        direction: str,
         what: str,
         regions: Regions = UNPUBLISHED,
     ) -> list[FlowMessages]:
-        """Of `exchange.flows`, for tensors on a device."""
-        sent = [rows for flow in exchange.flows for rows in flow.sent]
-        if device.type == "cuda":
-            make = partial(_SentRows, sent)
-            index = iter(_uploaded.get(exchange, CurrentStream.of(device), (), make))
-        else:
-            index = iter(RowIndex.of_each(sent, device))
-        names = what, f"{what} to land", f"landed {what}"
+        """Of `exchange.flows`. direction, what: for error messages."""
+        key = direction, what
+        parts = _once(exchange, key, lambda: FlowParts.of(exchange, direction, what))
         direct, onward = regions
-        each = zip(exchange.flows, names, (direct, None, onward), strict=False)
-        return [
-            cls(exchange.rank, flow, list(islice(index, len(flow.sent))), name, region)
-            for flow, name, region in each
-        ]
+        each = zip(parts, (direct, None, onward), strict=False)
+        return [cls(of_flow, sent, region) for of_flow, region in each]
 
     def send(
         self,
@@ -108,7 +164,6 @@ class FlowMessages:
         source: Sequence[torch.Tensor],
         scratch: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
-        direction: str,
     ) -> Messages:
         """What sends rows of `source` to `into` on other ranks. Rows for this rank are copied.
 
@@ -116,41 +171,41 @@ class FlowMessages:
 
         Rows that are not consecutive are gathered, after all earlier messages have been sent.
         """
-        leaving, arriving = self._flow.leaving[transfer], self._flow.arriving[transfer]
-        sent = list(map(self._sent[transfer].read, source, scratch)) if leaving else []
-        for x, y in zip(self._own(arriving, into), self._own(leaving, sent), strict=True):
-            x.copy_(y)
-        there = self._region.offsets.arriving[transfer] if self._region else {}
-        receives = self._of(transfer, arriving, into, direction, KV, there)
-        return self._of(transfer, leaving, sent, direction, KV), receives
+        parts, sends = self.parts, []
+        if parts.flow.leaving[transfer]:
+            sent = list(map(self._index(transfer).read, source, scratch))
+            sends = self._of(transfer, parts.leaving[transfer], sent, KV)
+            leaves, arrives = parts.own[transfer]
+            if leaves is not None:
+                for x, y in zip(into, sent, strict=True):
+                    x[arrives].copy_(y[leaves])
+        there = self.region.offsets.arriving[transfer] if self.region else {}
+        return sends, self._of(transfer, parts.arriving[transfer], into, KV, there)
 
     def send_back(self, transfer: int, grads: torch.Tensor, returned: torch.Tensor) -> Messages:
         """What returns the rows of `grads`, which other ranks receive in `returned`."""
-        arriving, leaving = self._flow.arriving[transfer], self._flow.leaving[transfer]
-        there = self._region.offsets.leaving[transfer] if self._region else {}
-        sends = self._of(transfer, arriving, [grads], "backward", RETURN)
-        return sends, self._of(transfer, leaving, [returned], "backward", RETURN, there)
+        parts = self.parts
+        there = self.region.offsets.leaving[transfer] if self.region else {}
+        sends = self._of(transfer, parts.arriving[transfer], [grads], RETURN)
+        return sends, self._of(transfer, parts.leaving[transfer], [returned], RETURN, there)
 
     def add(
         self, transfer: int, grads: torch.Tensor, returned: torch.Tensor, to: torch.Tensor
     ) -> None:
         """Adds what `send_back` has returned, peer by peer, to the rows of `to` that were sent."""
-        for part in self._flow.leaving[transfer]:
-            rows = returned[part.begin : part.end]
-            if part.peer == self._rank:
-                (rows,) = self._own(self._flow.arriving[transfer], [grads])
-            self._sent[transfer].part(part.begin, part.end).add(rows, to)
+        _, arrives = self.parts.own[transfer]
+        for _, peer, begin, end in self.parts.flow.leaving[transfer]:
+            rows = grads[arrives] if peer == self.parts.rank else returned[begin:end]
+            self._index(transfer).part(begin, end).add(rows, to)
 
-    def _own(self, rows: Sequence[PeerRows], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        own = [part for part in rows if part.peer == self._rank]
-        return [x[part.begin : part.end] for part in own for x in tensors]
+    def _index(self, transfer: int) -> RowIndex:
+        return self.sent[self.parts.first + transfer]
 
     def _of(
         self,
         transfer: int,
-        rows: Sequence[PeerRows],
+        parts: Sequence[_Part],
         tensors: Sequence[torch.Tensor],
-        direction: str,
         tag: int,
         there: Mapping[int, int] | None = None,
     ) -> list[Message]:
@@ -159,18 +214,20 @@ class FlowMessages:
 
         An exchange has K/V of a launch, and dK/dV of the launch two before: one slot for both.
         """
+        if self.region is None:
+            return [
+                Message(x[begin:end], peer, what, tag, transfer % 2)
+                for peer, begin, end, what in parts
+                for x in tensors
+            ]
         messages = []
-        for part in rows:
-            if part.peer == self._rank:
-                continue
-            what = f"{direction} hop {part.hop}: {self._what}"
-            row = part.begin if there is None else there.get(part.peer)
-            first = 0 if self._region is None else self._region.begin
+        for peer, begin, end, what in parts:
+            row = begin if there is None else there.get(peer)
+            first = self.region.begin
             for x in tensors:
                 at = None
-                if self._region is not None and row is not None:
+                if row is not None:
                     row_bytes = x.shape[1:].numel() * x.itemsize
-                    at, first = first + row * row_bytes, first + self._region.rows * row_bytes
-                rows_of = x[part.begin : part.end]
-                messages.append(Message(rows_of, part.peer, what, tag, transfer % 2, at))
+                    at, first = first + row * row_bytes, first + self.region.rows * row_bytes
+                messages.append(Message(x[begin:end], peer, what, tag, transfer % 2, at))
         return messages
