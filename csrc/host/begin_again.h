@@ -4,7 +4,6 @@
 
 #include <Python.h>
 
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -16,21 +15,6 @@
 #include "host/state.h"
 
 namespace ringfa3::host {
-
-namespace py = pybind11;
-
-// What Python raises.
-[[noreturn]] inline void throw_raised() {
-  python_error raised;
-  raised.persist();
-  throw raised;
-}
-
-// The object, which is not null.
-inline py::object checked(PyObject* result) {
-  if (!result) throw_raised();
-  return py::reinterpret_steal<py::object>(result);
-}
 
 // The name of an attribute, made once.
 struct Name {

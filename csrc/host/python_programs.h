@@ -15,11 +15,23 @@
 #include <utility>
 
 #include "host/ops.h"
-#include "host/python_objects.h"
 
 namespace ringfa3::host {
 
 namespace py = pybind11;
+
+// What Python raises.
+[[noreturn]] inline void throw_raised() {
+  python_error raised;
+  raised.persist();
+  throw raised;
+}
+
+// The object, which is not null.
+inline py::object checked(PyObject* result) {
+  if (!result) throw_raised();
+  return py::reinterpret_steal<py::object>(result);
+}
 
 struct WithoutGil {
   PyThreadState* const state = PyEval_SaveThread();
