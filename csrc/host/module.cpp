@@ -111,7 +111,9 @@ PyObject* begin_ring_call(PyObject*, PyObject* args) {
 
 // forward_call(lse: torch.Tensor) -> int: its number, 0 if the library did not begin it
 PyObject* forward_call(PyObject*, PyObject* lse) {
+  HANDLE_TH_ERRORS
   return PyLong_FromLongLong(host().forward_calls.get(THPVariable_Unpack(lse)));
+  END_HANDLE_TH_ERRORS
 }
 
 // start(device: str, current_stream: int, current_context: int, is_capturing: int, stream_id: int,

@@ -102,15 +102,21 @@ inline PyObject* to_device(PyObject*, PyObject* args) {
     if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_SIMPLE)) return nullptr;
     size += view.len;
   }
-  at::AutoDispatchBelowADInplaceOrView const below;
-  at::Device const device(host().device, static_cast<c10::DeviceIndex>(index));
-  auto const bytes = at::TensorOptions().dtype(at::kByte);
-  // PyTorch reuses pinned memory only after the copy that reads it
-  at::Tensor const source = at::empty({size}, bytes.pinned_memory(device.is_cuda()));
-  auto* to = static_cast<char*>(source.mutable_data_ptr());
-  for (Buffer const& x : buffers) to = std::copy_n(static_cast<char*>(x.view.buf), x.view.len, to);
-  at::Tensor memory = at::empty({size}, bytes.device(device));
-  memory.copy_(source, /*non_blocking=*/true);
+  at::Tensor memory;
+  {  // CUDA may block here until a stream has waited for other ranks, which Python threads watch
+    WithoutGil const released;
+    at::AutoDispatchBelowADInplaceOrView const below;
+    at::Device const device(host().device, static_cast<c10::DeviceIndex>(index));
+    auto const bytes = at::TensorOptions().dtype(at::kByte);
+    // PyTorch reuses pinned memory only after the copy that reads it
+    at::Tensor const source = at::empty({size}, bytes.pinned_memory(device.is_cuda()));
+    auto* to = static_cast<char*>(source.mutable_data_ptr());
+    for (Buffer const& x : buffers) {
+      to = std::copy_n(static_cast<char const*>(x.view.buf), x.view.len, to);
+    }
+    memory = at::empty({size}, bytes.device(device));
+    memory.copy_(source, /*non_blocking=*/true);
+  }
   py::list parts(buffers.size());
   int64_t begin = 0;
   for (size_t i = 0; i < buffers.size(); ++i) {
