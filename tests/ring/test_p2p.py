@@ -142,6 +142,22 @@ def test_the_thread_survives_an_error_of_a_query(job: Job, transport: NcclTransp
     assert job.order[-2:] == [("lost", lost), "abort"]
 
 
+def test_the_thread_survives_an_abort_that_fails(
+    job: Job, transport: NcclTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the messages any longer."""
+
+    def fail() -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(job, "abort", fail)
+    transport.group.timeout = timedelta(0)  # type: ignore[misc]
+    job.query = lambda: False
+    exchange(transport)
+    until(lambda: transport.completed_before(2))
+    assert transport._thread.is_alive()
+
+
 def test_messages_of_a_peer_that_has_given_up_are_aborted(
     job: Job, transport: NcclTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
