@@ -1,5 +1,5 @@
-// Ring calls that replay a program, by their keys. Python begins those of several ranks:
-// ReplayableCall of ringfa3/symmetric/ring_program.py.
+// Ring calls that replay a program, by their keys. Those of several ranks are a ReplayableCall of
+// ringfa3/symmetric/ring_program.py, which begin_again.h begins.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -207,7 +207,7 @@ def _prepared_calls(
     on, of which the first is this one. The ranks have agreed on them. Each has the number of its
     op, the layouts of its inputs and a `ReplayableCall`.
 
-    None: the launcher calls the op in Python.
+    Empty: the launcher calls the op in Python.
 
     inputs: of the schedule. layouts: theirs. stream: the current one, and its id.
     """
