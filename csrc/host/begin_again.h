@@ -131,7 +131,7 @@ inline std::optional<int64_t> begin_call(py::handle group, py::handle agreed,
   return count(calls, item(agreed, 0), forward_of(calls, lse));
 }
 
-// As `SymmetricBackend.prepare_launch` for call `number`.
+// The launch of call `number`, whose waits it counts as `SymmetricBackend.replay`.
 inline ProgramLaunch launch_of(py::handle call, py::handle backend, py::handle program,
                                int64_t number) {
   auto const& n = Names::get();

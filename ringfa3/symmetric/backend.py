@@ -83,9 +83,6 @@ class Group(Protocol):
     def agreement_snapshot(self) -> Any:
         """With which the C++ launcher begins calls like the one under way."""
 
-    def returned(self, lse: torch.Tensor) -> None:
-        """The forward call under way returns this LSE."""
-
     def report_failure(self, problem: Exception) -> None:
         """Reports to the other ranks that an error ends a call, unless they know."""
 

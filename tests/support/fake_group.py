@@ -6,8 +6,6 @@ import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-import torch
-
 from ringfa3.ring.agreement import AgreementSnapshot
 from ringfa3.ring.calls import CallHistory
 from ringfa3.schedules.settings import Settings
@@ -47,9 +45,6 @@ class FakeGroup:
 
     def agreement_snapshot(self) -> AgreementSnapshot:
         return self.agreed(SETTINGS, "forward")
-
-    def returned(self, lse: torch.Tensor) -> None:
-        """The group names forward calls."""
 
     def report_failure(self, problem: Exception) -> None:
         self.failures.append(f"{type(problem).__name__}: {problem}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ringfa3.schedules.settings import Settings
 from ringfa3.symmetric.backend import Group
 from ringfa3.symmetric.signals import Gather
@@ -55,6 +53,3 @@ class HostGroup:
 
     def agreement_snapshot(self) -> Any:
         return self._group.agreement_snapshot()
-
-    def returned(self, lse: torch.Tensor) -> None:
-        self._group.returned(lse)
