@@ -155,9 +155,9 @@ def measure(world: int, kernels: FakeKernels) -> dict[tuple[str, str], list[floa
                 plans = [loaded(9 + 2 * number, world) for number in range(2 * ROUNDS)]
                 made = [calls(plan) for plan in plans]
                 for by_type in made:
-                    for pass_type, call in by_type.items():
-                        with mock.patch.dict(os.environ, {FORWARD_MODE_ENV: MODES[pass_type]}):
-                            taken = microseconds(call, 1)
+                    for pass_type, mode in MODES.items():  # plans prepare none by messages
+                        with mock.patch.dict(os.environ, {FORWARD_MODE_ENV: mode}):
+                            taken = microseconds(by_type[pass_type], 1)
                         times.setdefault((f"{pass_type}, prepared", name), []).append(taken)
     return times
 
