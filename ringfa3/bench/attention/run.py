@@ -290,15 +290,15 @@ def planned_rows(
     missing: dict[tuple[str, str], list[int]] = {}
     for direction in DIRECTIONS[options.direction]:
         without = set()
-        for d in dict.fromkeys(case.head_dim for case in cases):
+        for d, v_dim in dict.fromkeys((case.head_dim, case.v_dim) for case in cases):
             q = torch.empty(1, 1, d, dtype=DTYPES[options.dtype], device=device)
-            if not smoke and (reason := fallback_reason(direction, q)):
+            if not smoke and (reason := fallback_reason(direction, q, v_dim=v_dim)):
                 missing.setdefault((direction, reason), []).append(d)
-                without.add(d)
+                without.add((d, v_dim))
         planned += [
             (case, direction)
             for case in cases
-            if case.head_dim not in without
+            if (case.head_dim, case.v_dim) not in without
             and OWN_IMPLEMENTATIONS.get(case.set) in (None, direction)
         ]
     left_out = [

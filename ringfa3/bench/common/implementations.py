@@ -150,9 +150,9 @@ def require_kernel(problem: Problem, precision: str = "native") -> None:
         needed = [("quantise", "native"), (FORWARD, precision)]
         if problem.direction == BACKWARD:
             needed.append((BACKWARD, "dequantised"))
-    q = problem.q.flatten(0, -3)
+    q, v_dim = problem.q.flatten(0, -3), problem.v.shape[-1]
     for direction, of in needed:
-        if (reason := fallback_reason(direction, q, of)) is not None:
+        if (reason := fallback_reason(direction, q, of, v_dim=v_dim)) is not None:
             raise UnsupportedCaseError(reason)
 
 

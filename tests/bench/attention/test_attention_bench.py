@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from ringfa3 import Mask
 from ringfa3.bench.__main__ import main
 from ringfa3.bench.attention import run as attention
 from ringfa3.bench.attention.cases import ABLATION, SINKS, SPANS, TREE
-from ringfa3.bench.common import machine
+from ringfa3.bench.common import implementations, machine
 from ringfa3.bench.common.cases import CAUSAL, Case, of_spans
 from ringfa3.bench.common.comparison import DeviceLostError
 from ringfa3.bench.common.machine import BenchError
+from ringfa3.bench.common.problem import UnsupportedCaseError
 from ringfa3.bench.common.results import Results, Row
 from ringfa3.kernels import quantised_reference
 
@@ -133,7 +135,9 @@ def test_without_a_kernel_nothing_of_a_direction_is_measured(
     small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons = {"forward": None, "backward": "there are none"}
-    monkeypatch.setattr(attention, "fallback_reason", lambda direction, q: reasons[direction])
+    monkeypatch.setattr(
+        attention, "fallback_reason", lambda direction, *_, **__: reasons[direction]
+    )
     options = attention.Options(["paper"], "bf16", [64], 0, "both", 10, None, "cuda", None, False)
     todo, left_out = attention.planned_rows(options, torch.device("meta"))
     assert [direction for _, direction in todo] == ["forward", "forward"]
@@ -141,6 +145,28 @@ def test_without_a_kernel_nothing_of_a_direction_is_measured(
     assert line.startswith(
         "backward at head dim 64: there are none, and the PyTorch fallback is not"
     )
+
+
+def test_kernels_are_sought_by_the_head_dim_of_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the fallback would be timed where only the wider kernel is there."""
+    asked: list[tuple[int, int | None]] = []
+
+    def reason(_: str, q: torch.Tensor, *__: object, v_dim: int | None = None) -> str:
+        asked.append((q.shape[-1], v_dim))
+        return "there is none"
+
+    monkeypatch.setattr(attention, "fallback_reason", reason)
+    monkeypatch.setattr(implementations, "fallback_reason", reason)
+    options = attention.Options(["mla"], "bf16", [256], 0, "fwd", 10, None, "cuda", None, False)
+    todo, _ = attention.planned_rows(options, torch.device("meta"))
+    assert (todo, asked) == ([], [(192, 128)])
+    problem: Any = SimpleNamespace(
+        direction="forward", q=mock.MagicMock(), v=torch.empty(0, 1, 128)
+    )
+    problem.q.flatten.return_value = torch.empty(0, 1, 192)
+    with pytest.raises(UnsupportedCaseError, match="there is none"):
+        implementations.require_kernel(problem)
+    assert asked[1:] == [(192, 128)]
 
 
 @pytest.mark.parametrize("stopped", ["wrong: out is off", "failed: no"])
