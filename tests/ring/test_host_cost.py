@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
+import subprocess
+import sys
 import threading
 import weakref
 from typing import Any
@@ -193,3 +196,18 @@ def _steps(_: dist.ProcessGroup, world: int) -> list[int]:
 def test_a_repeated_call_needs_no_agreement(ranks: Processes, world: int) -> None:
     """Forward and backward use no store, no check, no tiling and no new list of messages."""
     assert ranks.run(4, _steps, world)[:world] == [[2 + 2 * STEPS]] * world
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["host_time", "ring_host_time", "first_call_time"])
+def test_times_of_the_host_can_be_measured(name: str) -> None:
+    """Commands that docs name, which nothing else runs. All times are above zero."""
+    command = [sys.executable, "-m", f"tests.support.{name}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^(?:forward|backward|gathered).*$", done.stdout, re.MULTILINE)
+    assert len(rows) >= 2, done.stdout
+    for row in rows:
+        times = [float(x) for x in row.split()[-2:]]
+        assert min(times) > 0, row

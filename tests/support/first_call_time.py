@@ -137,8 +137,13 @@ def main() -> None:
         compile_kernels(Path(folder))
         command = [sys.executable, "-m", __spec__.name]
         started = [subprocess.Popen([*command, str(rank), folder]) for rank in range(WORLD)]
-        for process in started:
-            process.wait()
+        while alive := [process for process in started if process.poll() is None]:
+            if any(process.returncode for process in started):
+                for process in alive:  # which wait for the one that has failed
+                    process.kill()
+            time.sleep(0.1)
+        if any(process.returncode for process in started):
+            sys.exit("first_call_time: a rank has failed, see above")
 
 
 if __name__ == "__main__":
