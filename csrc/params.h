@@ -136,8 +136,8 @@ struct BackwardArgs {
   Span const* spans;           // or ClippedSpan, see `BackwardShapes`
   int32_t const* earlier;      // (spans,), see `Tiling.earlier`
   int32_t* counter;            // work items fetched; 0 before the launch
-  int32_t* dq_semaphore;  // (heads, num_blocks, dQ tiles), zeros before the launch; null: dQ in any
-                          // order
+  int32_t* dq_semaphore;  // (heads, num_blocks, dQ tiles), zeros before the launch; a CTA of a pair
+                          // has two tiles, and uses the first's; null: dQ in any order
   int32_t num_work_units;
   int32_t head_section;  // KV heads that run together
   int32_t num_ctas;

@@ -56,12 +56,12 @@ CUTE_DEVICE void add_dq(float* padded_dq, Accumulator const& dq, int number) {
 // order + 1.
 //
 // The thread looks at a semaphore while the consumers add the block before, so they rarely wait for
-// memory. It sets that of the block before whatever this one waits for, because its own turn may
+// memory. It sets that of the block before whatever this one waits for, because this one may
 // depend on it, by way of other tiles.
 template <class Shapes>
 CUTE_DEVICE void order_dq(BackwardArgs const& a, typename Shapes::SharedStorage& smem) {
   int before = -1;  // the semaphore of the block before; -1: it is set
-  int turn = 0;     // what it becomes
+  int next = 0;     // what it becomes
   for (PipelineState<1> stage;; stage.advance()) {
     PipelineState<Shapes::BlockDepth> const at{stage.count};
     smem.block_ready[at.index()].wait(at.phase());
@@ -77,10 +77,10 @@ CUTE_DEVICE void order_dq(BackwardArgs const& a, typename Shapes::SharedStorage&
       if (!ready) ready = read_semaphore(a.dq_semaphore + semaphore) == order;
       if (before >= 0 && !smem.dq_added.test_wait(stage.phase() ^ 1)) continue;
       if (ready && !granted) smem.dq_granted.arrive(), granted = true;
-      if (before >= 0) set_semaphore(a.dq_semaphore + before, turn), before = -1;
+      if (before >= 0) set_semaphore(a.dq_semaphore + before, next), before = -1;
     }
     if (ends) return;
-    before = semaphore, turn = order + 1;
+    before = semaphore, next = order + 1;
     smem.block_done[at.index()].arrive();
   }
 }

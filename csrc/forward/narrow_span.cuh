@@ -22,7 +22,7 @@ namespace ringfa3 {
 
 using namespace cute;
 
-// S (64, n) = Q (64, D) K^T, and K and V as `load_narrow_span` puts them at the begin of a stage.
+// S (64, n) = Q (64, D) K^T, and K and V as `load_narrow_span` puts them: where a stage begins.
 template <class Shapes>
 struct NarrowShapes {
   static constexpr int N = Shapes::kPolicy.narrow_keys;

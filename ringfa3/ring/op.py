@@ -238,7 +238,7 @@ def _prepared_calls(
             signatures.append(x)
     try:
         return prepared_calls(backend, host.library(), context, signatures, settings, on_stream)
-    except Exception:
+    except Exception:  # entered here, not before: a first call has few frames of Python to spend
         with _report_errors(context):
             raise
 

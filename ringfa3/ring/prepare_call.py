@@ -242,9 +242,12 @@ def prepare_call(
 
 
 def agree_prepared(
-    plan: ContextPlan, device: torch.device, stream: CurrentStream, schedule: EncodedSchedule,
+    plan: ContextPlan,
+    device: torch.device,
+    stream: CurrentStream,
+    schedule: EncodedSchedule,
     settings: Settings,
-) -> SymmetricBackend | None:  # fmt: skip
+) -> SymmetricBackend | None:
     """As `prepare_call`, for a call over `symmetric` that has the signature of a prepared schedule,
     which implies that its arguments are allowed.
 

@@ -276,7 +276,7 @@ def on_gpu(direction: str) -> Problem:
 
 def test_on_a_gpu_the_fallback_never_stands_for_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        implementations, "fallback_reason", lambda direction, *_: f"no {direction} kernel"
+        implementations, "fallback_reason", lambda direction, *_, **__: f"no {direction} kernel"
     )
     with pytest.raises(UnsupportedCaseError, match="no backward kernel"):
         RingFA3().prepare(on_gpu(BACKWARD))
@@ -292,8 +292,8 @@ def test_in_8_bits_all_kernels_must_exist(
     """The one that quantises, the forward of that precision, and the backward of its operands."""
     precisions = {"quantise": "native", FORWARD: precision, BACKWARD: "dequantised"}
 
-    def reason(direction: str, q: torch.Tensor, of: str) -> str | None:
-        assert of == precisions[direction]
+    def reason(direction: str, q: torch.Tensor, of: str, v_dim: int) -> str | None:
+        assert (of, v_dim) == (precisions[direction], q.shape[-1])
         return f"no kernel: {direction}" if direction == missing else None
 
     monkeypatch.setattr(implementations, "fallback_reason", reason)
